@@ -1,0 +1,59 @@
+"""longspan: transformer models on sequences too long for one device; whole in, whole out, equal to one rank.
+
+Names resolve lazily (PEP 562), so that `longspan --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longspan.attention import attend
+    from longspan.comm import ContextParallel
+    from longspan.engine.mesh import init_mesh
+    from longspan.engine.train import train
+    from longspan.layout import Layout, Span
+    from longspan.models import parallelize, report, suspended, unparallelize
+    from longspan.rule import Rule
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ContextParallel": "longspan.comm",
+    "Layout": "longspan.layout",
+    "Rule": "longspan.rule",
+    "Span": "longspan.layout",
+    "attend": "longspan.attention",
+    "init_mesh": "longspan.engine.mesh",
+    "parallelize": "longspan.models",
+    "report": "longspan.models",
+    "suspended": "longspan.models",
+    "train": "longspan.engine.train",
+    "unparallelize": "longspan.models",
+}
+
+__all__ = [
+    "ContextParallel",
+    "Layout",
+    "Rule",
+    "Span",
+    "__version__",
+    "attend",
+    "init_mesh",
+    "parallelize",
+    "report",
+    "suspended",
+    "train",
+    "unparallelize",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'longspan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

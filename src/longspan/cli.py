@@ -1,0 +1,221 @@
+"""The `longspan` command: arguments in, exit code out; the work is done elsewhere.
+
+Exit codes: 0 done, or stopped by SIGTERM with the state saved; 1 failed, or a comparison found a difference;
+2 a mistake in what the user gave, told in one line, before anything is started or written.
+
+Nothing here imports torch before a run really starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from longspan import compare, launch
+from longspan.config import Config, ConfigError, describe, load, to_dict, validate
+
+if TYPE_CHECKING:
+    from longspan.engine.train import Summary
+
+_USAGE = """usage: longspan COMMAND ...
+
+  longspan train CONFIG.toml [key=value ...] [--nproc N] [--dry-run]
+  longspan compare A [B] [key=value ...] [--a key=value ...] [--b key=value ...]
+  longspan --version
+
+`longspan COMMAND --help` explains each."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(arguments)
+    except ConfigError as error:
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        print(f"longspan: error: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(arguments: list[str]) -> int:
+    commands = {"train": _train, "compare": _compare}
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(_versions())
+        return 0
+    if arguments[0] not in commands:
+        raise ConfigError(f"unknown command {arguments[0]!r}; one of {', '.join(commands)}")
+    return commands[arguments[0]](arguments[1:])
+
+
+def _versions() -> str:
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+
+    return f"longspan {version('longspan')} (torch {version('torch')}, transformers {version('transformers')})"
+
+
+def split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(paths, key=value overrides)."""
+    return [i for i in items if "=" not in i], [i for i in items if "=" in i]
+
+
+# ---- longspan train
+
+
+def _train(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="longspan train",
+        description="Train a Hugging Face model on sequences split over ranks. Starts N ranks on this host "
+        "with --nproc N; under torchrun or SLURM it runs as one of theirs.",
+        epilog=describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("items", nargs="*", metavar="CONFIG.toml | key=value", help="a file, then overrides")
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this host")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the configuration, then stop")
+    options = parser.parse_intermixed_args(arguments)
+
+    paths, overrides = split_overrides(options.items)
+    if len(paths) > 1:
+        raise ConfigError(f"one configuration at a time, got {', '.join(paths)}; overrides are key=value")
+    if not options.items:
+        raise ConfigError("no configuration; longspan train CONFIG.toml [key=value ...]")
+    config = load(paths[0] if paths else None, overrides)
+
+    place = launch.place(os.environ)
+    if options.nproc is not None:
+        if options.nproc < 1:
+            raise ConfigError(f"--nproc {options.nproc}; expected at least 1")
+        if place.launched and "RANK" in os.environ:
+            raise ConfigError(f"--nproc {options.nproc}, but a launcher started {place.world_size} ranks; drop one")
+        place = launch.Place(rank=0, world_size=options.nproc, launched=False)
+    validate(config, place.world_size)
+
+    if options.dry_run:
+        if place.rank == 0:
+            _print_plan(config, place.world_size)
+        return 0
+    if place.world_size > 1 and not place.launched:
+        return launch.start(["train", *options.items], place.world_size)
+    return launch.as_worker(lambda: _train_here(config, place.rank), place.rank)
+
+
+def _print_plan(config: Config, world_size: int) -> None:
+    print(json.dumps(to_dict(config), indent=2))
+    print(f"{world_size} ranks: dp {world_size // config.mesh.cp} x cp {config.mesh.cp}. Nothing was started.")
+
+
+def _train_here(config: Config, rank: int) -> int:
+    with launch.CtrlC() as ctrl_c:
+        from longspan.engine.train import train
+
+        summary = train(config, progress=config.log.progress)
+        if rank == 0:
+            print(closing_lines(summary), flush=True)
+    return 130 if ctrl_c.pressed else 0
+
+
+def closing_lines(summary: Summary) -> str:
+    curve = compare.read_run(Path(summary.folder))
+    lines = []
+    if summary.stopped:
+        lines.append(f"stopped by a signal after step {summary.step} of {summary.steps}; the same command continues")
+    if summary.loss is None:
+        lines.append(f"nothing to do: step {summary.step} of {summary.steps} was done already")
+    else:
+        lines.append(f"step {summary.step}: loss {summary.loss:.4f}{compare.speed_text(curve)}")
+    if summary.checkpoint:
+        lines.append(f"checkpoint: {summary.checkpoint}")
+    if summary.export:
+        lines.append(f"export: {summary.export}")
+    return "\n".join([*lines, f"run folder: {summary.folder}"])
+
+
+# ---- longspan compare
+
+
+def _compare(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="longspan compare",
+        description="Train twice with the same weights and data, or read finished runs, and compare loss and "
+        "gradient norm at every step. Exit code 0: equal, 1: different, 2: nothing to compare.",
+        epilog="examples:\n"
+        "  longspan compare demo.toml --a mesh.cp=1 --b mesh.cp=2\n"
+        "  longspan compare runs/demo demo.toml mesh.cp=1\n"
+        "  longspan compare runs/monday runs/tuesday --exact\n"
+        "  longspan compare demo.toml --export reference.json; longspan compare reference.json demo.toml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "items",
+        nargs="*",
+        metavar="A [B] [key=value ...]",
+        help="a TOML file, a run folder or a "
+        "reference JSON; then overrides for both. Without B: the same configuration twice",
+    )
+    add("--a", nargs="+", action="extend", default=[], metavar="key=value", help="overrides for A alone")
+    add("--b", nargs="+", action="extend", default=[], metavar="key=value", help="overrides for B alone")
+    add("--a-nproc", type=int, metavar="N", help="ranks for A (default: dp * cp)")
+    add("--b-nproc", type=int, metavar="N", help="ranks for B (default: dp * cp)")
+    add("--steps", type=int, metavar="N", help="run N steps, compare the first N")
+    add("--exact", action="store_true", help="demand equal bits")
+    add("--rtol", type=float, metavar="X", help="bound of each step, relative to A (default: by dtype)")
+    add("--atol", type=float, metavar="Y", help="added to that bound (default: 0)")
+    add("--drift", type=float, metavar="Z", help="bound of |mean(B - A)| / mean|A| (default: by dtype)")
+    add("--out", default="runs/compare", metavar="FOLDER", help="for compare.json, compare.png and the runs")
+    add("--export", metavar="FILE", help="write A's curve as a reference; without B or --b, only that")
+    options = parser.parse_intermixed_args(arguments)
+
+    sides, both = split_overrides(options.items)
+    for flag, items in (("--a", options.a), ("--b", options.b)):
+        paths, _ = split_overrides(items)
+        if paths:
+            raise ConfigError(f"{flag} takes key=value overrides, got {paths[0]!r}; put A and B first")
+    if not 1 <= len(sides) <= 2:
+        raise ConfigError(f"compare takes one or two sides, got {len(sides)}; longspan compare A [B]")
+    if options.steps is not None and options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}; expected at least 1")
+    for name in ("rtol", "atol", "drift"):
+        value = getattr(options, name)
+        if value is not None and options.exact:
+            raise ConfigError(f"--exact and --{name} contradict each other; keep one")
+        if value is not None and not value >= 0:
+            raise ConfigError(f"--{name} {value}; expected at least 0")
+    second = sides[1] if len(sides) == 2 else sides[0]
+    only_export = options.export and len(sides) == 1 and not options.b
+    return compare.main(
+        compare.Request(
+            a=sides[0],
+            b=None if only_export else second,
+            a_overrides=(*both, *options.a),
+            b_overrides=(*both, *options.b),
+            a_nproc=options.a_nproc,
+            b_nproc=options.b_nproc,
+            steps=options.steps,
+            exact=options.exact,
+            rtol=options.rtol,
+            atol=options.atol,
+            drift=options.drift,
+            out=options.out,
+            export=options.export,
+        )
+    )

@@ -1,0 +1,1 @@
+"""The training engine: mesh, data, wrapping, optimizer, checkpoints, metrics, and the loop over them."""

@@ -1,0 +1,117 @@
+"""Checkpoints that are whole or absent, and do not remember the mesh that wrote them.
+
+`<run folder>/checkpoints/step-N` holds weights and optimizer moments by their full names in the format of
+torch.distributed.checkpoint, which cuts them anew for the mesh that reads, and `state.json` with the rest: step, rows
+consumed, the data's fingerprint, the configuration. There is no schedule and no random state to keep: both are
+functions of the step. A checkpoint is written beside its place and renamed once all ranks are done, so a folder
+called `step-N` is complete; what a killed run left behind is ignored and cleared by the next save.
+
+Only tensors go into torch's format (moments, not parameter groups), so that loading never unpickles values.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a run folder, oldest first."""
+    found = []
+    for path in (folder / "checkpoints").glob("step-*"):
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match and (path / "state.json").exists() and (path / ".metadata").exists():
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
+
+
+def save(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, state: dict[str, Any], keep: int
+) -> Path:
+    """Writes `step-N` with N = state["step"], then removes all but the last `keep`; every rank calls it."""
+    place = folder / "checkpoints" / f"step-{state['step']}"
+    draft = place.with_name(f".{place.name}.unfinished")
+    if dist.get_rank() == 0:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        for left in place.parent.glob(".step-*.unfinished"):
+            shutil.rmtree(left)
+    dist.barrier()
+    tensors = {
+        "model": get_model_state_dict(module),
+        "moments": get_optimizer_state_dict(module, optimizer)["state"],
+    }
+    dcp.save(tensors, checkpoint_id=draft)  # returns on all ranks once all have written, or raises on all
+    if dist.get_rank() == 0:
+        with (draft / "state.json").open("w") as file:
+            json.dump(state, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        if place.exists():
+            shutil.rmtree(place)
+        draft.rename(place)
+        _sync_folder(place.parent)
+        for old in checkpoints(folder)[:-keep] if keep > 0 else []:
+            shutil.rmtree(old)
+    dist.barrier()
+    return place
+
+
+def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Fills module and optimizer in place, whatever mesh they live on; returns the saved `state`."""
+    whole = get_optimizer_state_dict(module, optimizer)
+    tensors = {"model": get_model_state_dict(module), "moments": whole["state"]}
+    dcp.load(tensors, checkpoint_id=path)
+    set_model_state_dict(module, tensors["model"])
+    # the groups are this run's: rates, betas and decay belong to the configuration
+    set_optimizer_state_dict(module, optimizer, {"state": tensors["moments"], "param_groups": whole["param_groups"]})
+    return json.loads((path / "state.json").read_text())
+
+
+def export(folder: Path, module: nn.Module, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Writes what `from_pretrained` loads, safetensors and tokenizer; every rank calls it, rank 0 writes."""
+    place = folder / "export"
+    weights = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        # A fresh model without storage, so that nothing of hooks, sharding or wrapping gets into the files.
+        with torch.device("meta"):
+            plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=config.dtype)
+        plain.load_state_dict(weights, assign=True)
+        plain.tie_weights()
+        draft = place.with_name(".export.unfinished")
+        shutil.rmtree(draft, ignore_errors=True)
+        plain.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        if place.exists():
+            shutil.rmtree(place)
+        draft.rename(place)
+    dist.barrier()
+    return place
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Data parallelism around a model whose cp peers look like replicas that hold the same batch.
+
+Every rank, cp peers included, averages its gradients with every other: FSDP2 shards each decoder block and the root
+over the flattened dp x cp mesh, DDP replicates over the world, `none` is one rank alone. Embeddings, final norm and
+head stay together in the root group, unsharded until the backward is through: tied weights are one parameter there,
+and the head can be called once per chunk of tokens.
+
+bf16 means: compute in bf16, keep weights and reduce gradients in fp32. FSDP2 casts what it gathers; the others run
+the forward under autocast.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from longspan.config import ConfigError
+from longspan.engine.mesh import local_device
+
+
+def wrap_model(model: PreTrainedModel, mesh: DeviceMesh, *, wrap: str = "auto", precision: str = "full") -> nn.Module:
+    """The module to call and to hand to the optimizer; `model` itself is adapted in place."""
+    world = dist.get_world_size()
+    wrap = resolve_wrap(wrap)
+    if precision == "bf16" and model.dtype == torch.float64:
+        raise ConfigError("train.precision = 'bf16' with model.dtype = 'float64': use float32 master weights")
+    if wrap == "none":
+        if world > 1:
+            raise ConfigError(
+                f"parallel.wrap = 'none' on {world} ranks: nothing would average gradients; use fsdp or ddp"
+            )
+        return model.to(local_device())
+    if wrap == "ddp":
+        device = local_device()
+        ids = [device.index] if device.type == "cuda" else None
+        known = inspect.signature(DistributedDataParallel).parameters
+        quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
+        return DistributedDataParallel(model.to(device), device_ids=ids, gradient_as_bucket_view=True, **{quiet: False})
+    everyone = mesh["dp", "cp"]._flatten("dp_cp")
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif model.dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in decoder_blocks(model):
+        fully_shard(block, mesh=everyone, mp_policy=policy)
+    fully_shard(model, mesh=everyone, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+def resolve_wrap(wrap: str) -> str:
+    """`auto` is `none` on one rank and `fsdp` otherwise."""
+    if wrap != "auto":
+        return wrap
+    return "none" if dist.get_world_size() == 1 else "fsdp"
+
+
+def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of the longest ModuleList: the layers of the decoder."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not stacks:
+        raise ConfigError(f"{type(model).__name__} has no list of layers to shard; use parallel.wrap = 'ddp'")
+    return list(max(stacks, key=len))
+
+
+def compute(module: nn.Module, precision: str) -> AbstractContextManager:
+    """The context of a forward."""
+    if precision == "bf16" and not isinstance(module, FSDPModule):
+        return torch.autocast(local_device().type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def synchronise(module: nn.Module, *, last: bool) -> AbstractContextManager:
+    """The context of a micro-batch: gradients travel in the last one only."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        return nullcontext()
+    if isinstance(module, DistributedDataParallel) and not last:
+        return module.no_sync()
+    return nullcontext()

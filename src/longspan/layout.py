@@ -1,0 +1,173 @@
+"""Which rank owns which positions: integers only, so that ownership is tested without processes.
+
+A layout cuts the positions 0 .. length-1 of a sequence into spans and gives every rank a list of them. Rank r's local
+tensor holds its spans one behind the other: row i of rank r is position `positions(r)[i]`. Any length and any size
+are allowed, empty ranks included, and there are no pad tokens: shards differ by at most one row.
+
+Balance, as attention pairs of the busiest rank over the mean, for a causal rule: `contiguous` 2 - 1/size, `head_tail`
+(rank r owns the r-th piece from the front and the r-th from the back; the zigzag of Brandon et al., "Striped
+Attention", 2023, and of Megatron's context parallelism) 1, `per_document` 1 for packed documents too, since each
+document is cut head-tail on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Positions = NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """Positions (or rows) start, start + 1, .., stop - 1."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def join(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Drops empty spans and joins each span to its predecessor where it begins where that one ends."""
+    joined: list[Span] = []
+    for span in spans:
+        if span.start == span.stop:
+            continue
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The spans of every rank: `spans[rank]`, in the order of that rank's rows.
+
+    Raises ValueError unless the spans cover 0 .. length-1 exactly once.
+    """
+
+    length: int
+    spans: tuple[tuple[Span, ...], ...]
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if not self.spans:
+            raise ValueError("a layout needs at least one rank")
+        reached = 0
+        for span in sorted(span for spans in self.spans for span in spans):
+            if span.start != reached or span.stop <= span.start:
+                raise ValueError(
+                    f"layout spans must cover 0..{self.length} exactly once; found {span} where {reached} was due"
+                )
+            reached = span.stop
+        if reached != self.length:
+            raise ValueError(f"layout spans end at {reached}, the sequence has {self.length} positions")
+
+    @property
+    def size(self) -> int:
+        return len(self.spans)
+
+    def rows(self, rank: int) -> int:
+        """How many rows rank `rank` holds."""
+        return sum(span.size for span in self.spans[rank])
+
+    @cached_property
+    def row_counts(self) -> tuple[int, ...]:
+        return tuple(self.rows(rank) for rank in range(self.size))
+
+    def positions(self, rank: int) -> Positions:
+        """Position of each row of `rank`: int64 [rows(rank)]."""
+        pieces = [np.arange(span.start, span.stop, dtype=np.int64) for span in self.spans[rank]]
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+    @cached_property
+    def order(self) -> Positions:
+        """Positions in rank-then-row order: int64 [length]. `whole[order]` is all shards, one behind the other."""
+        return np.concatenate([self.positions(rank) for rank in range(self.size)])
+
+    @cached_property
+    def inverse(self) -> Positions:
+        """Where each position stands in `order`: int64 [length]. `shards[inverse]` is the sequence again."""
+        inverse = np.empty(self.length, dtype=np.int64)
+        inverse[self.order] = np.arange(self.length, dtype=np.int64)
+        return inverse
+
+    @cached_property
+    def owner(self) -> Positions:
+        """Rank that owns each position: int64 [length]."""
+        return np.repeat(np.arange(self.size, dtype=np.int64), self.row_counts)[self.inverse]
+
+    @cached_property
+    def row(self) -> Positions:
+        """Row of each position on its owner: int64 [length]."""
+        offsets = np.concatenate([[0], np.cumsum(self.row_counts)[:-1]]).astype(np.int64)
+        return self.inverse - offsets[self.owner]
+
+
+def shares(count: int, size: int, *, first: int = 0) -> list[int]:
+    """`count` rows over `size` ranks, differing by at most one; the longer shares begin at rank `first`."""
+    return [count // size + ((rank - first) % size < count % size) for rank in range(size)]
+
+
+def contiguous(length: int, size: int) -> Layout:
+    """Rank r owns the r-th of `size` pieces."""
+    bounds = np.cumsum([0, *shares(length, size)]).tolist()
+    return Layout(length, tuple(join([Span(a, b)]) for a, b in zip(bounds, bounds[1:])), "contiguous")
+
+
+def _head_tail(start: int, counts: Sequence[int]) -> list[list[Span]]:
+    """Head and tail spans for each rank; rank r gets counts[r] positions of those from `start` on."""
+    heads = [count - count // 2 for count in counts]
+    stop = start + sum(counts)
+    spans: list[list[Span]] = []
+    for rank, count in enumerate(counts):
+        head = start + sum(heads[:rank])
+        tail = stop - sum(count // 2 for count in counts[: rank + 1])
+        spans.append([Span(head, head + heads[rank]), Span(tail, tail + count // 2)])
+    return spans
+
+
+def head_tail(length: int, size: int) -> Layout:
+    """Rank r owns the r-th of 2*size pieces from the front and the r-th from the back: equal causal work."""
+    return Layout(length, tuple(join(spans) for spans in _head_tail(0, shares(length, size))), "head_tail")
+
+
+def per_document(length: int, size: int, boundaries: Iterable[int]) -> Layout:
+    """Every document cut head-tail on its own: equal causal work within documents.
+
+    `boundaries`: positions at which a document begins (0 may be left out). Documents shorter than 2*size give some
+    ranks nothing; the odd rows go round the ranks, so that totals still differ by at most one.
+    """
+    starts = sorted({0, *(int(b) for b in boundaries)} - {length}) if length else []
+    if starts and (starts[0] < 0 or starts[-1] > length):
+        raise ValueError(f"document boundaries {starts} do not lie within 0..{length}")
+    spans: list[list[Span]] = [[] for _ in range(size)]
+    first = 0
+    for start, stop in zip(starts, [*starts[1:], length]):
+        counts = shares(stop - start, size, first=first)
+        first = (first + (stop - start)) % size
+        for rank, pieces in enumerate(_head_tail(start, counts)):
+            spans[rank] += pieces
+    return Layout(length, tuple(join(pieces) for pieces in spans), "per_document")
+
+
+NAMES = ("contiguous", "head_tail", "per_document")
+
+
+def make(name: str, length: int, size: int, boundaries: Iterable[int] = ()) -> Layout:
+    """The layout called `name`; `boundaries` serve `per_document` only."""
+    if name == "contiguous":
+        return contiguous(length, size)
+    if name == "head_tail":
+        return head_tail(length, size)
+    if name == "per_document":
+        return per_document(length, size, boundaries)
+    raise ValueError(f"unknown layout {name!r}; choose one of {', '.join(NAMES)}")

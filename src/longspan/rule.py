@@ -1,0 +1,309 @@
+"""Which keys a query may see, as structure instead of a mask.
+
+Everything common is one interval of keys per query. With `q`, `k` positions in the caller's sequence,
+
+    k is visible to q  <=>  low(q) <= k < high(q)  and  k is a visible key  and  index(q, k)
+
+    low(q)  = max(q - behind, first position of q's document, first position of q's chunk)
+    high(q) = min(q + ahead + 1, end of q's document, end of q's chunk)
+
+causal: ahead = 0; sliding window W: behind = W - 1; bidirectional: neither. Both bounds grow with q, so a rectangle of
+queries and keys is classified from its corners. `visible_keys` holds padding (either side, or holes). `index` is any
+further condition; it costs an evaluation per block and is the only part that is not structure.
+
+A Rule is for one sequence; a batch has one Rule per row, equal rows being planned once. Masks exist for PARTIAL
+blocks only, and those are never larger than `TILE` x `TILE`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longspan.layout import Span, join
+
+TILE = 1024
+FAR = 2**62  # further than any position
+
+Index = Callable[[Tensor, Tensor], Tensor]
+
+
+class Kind(enum.Enum):
+    """What a rectangle of queries x keys looks like: nothing visible; everything; a causal square (queries and keys
+    are the same span); anything else."""
+
+    EMPTY = "empty"
+    FULL = "full"
+    CAUSAL = "causal"
+    PARTIAL = "partial"
+
+
+class Block(NamedTuple):
+    """A rectangle with something visible in it, in positions or in rows as the context says."""
+
+    q: Span
+    k: Span
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Visibility for one sequence. Build it with `causal()` or `bidirectional()` and refine it:
+
+    >>> Rule.causal().windowed(512).packed([0, 700, 701]).padded(visible)
+
+    Frozen and hashable; equal structure compares equal (index functions by identity).
+    """
+
+    behind: int | None = None
+    ahead: int | None = None
+    document_starts: tuple[int, ...] = ()  # ascending, first is 0; () is one document
+    chunk_size: int | None = None
+    chunk_origin: int = 0  # chunk borders lie at origin + n * size
+    visible_keys: tuple[Span, ...] | None = None  # None: all
+    index: Index | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        for name in ("behind", "ahead"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        starts = self.document_starts
+        if starts and (starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:]))):
+            raise ValueError(f"document_starts must ascend from 0, got {starts[:8]}")
+
+    @staticmethod
+    def causal() -> Rule:
+        """A query sees keys at and before its own position."""
+        return Rule(ahead=0)
+
+    @staticmethod
+    def bidirectional() -> Rule:
+        """A query sees every key."""
+        return Rule()
+
+    def windowed(self, window: int) -> Rule:
+        """Keys at distance q - k < window only; a bidirectional rule also gets k - q < window."""
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        behind = window - 1 if self.behind is None else min(self.behind, window - 1)
+        ahead = window - 1 if self.ahead is None else min(self.ahead, window - 1)
+        return replace(self, behind=behind, ahead=ahead)
+
+    def packed(self, starts: Iterable[int]) -> Rule:
+        """Documents that do not see each other; `starts` are their first positions (0 may be left out)."""
+        merged = tuple(sorted({0, *(int(s) for s in starts), *self.document_starts}))
+        return replace(self, document_starts=merged if len(merged) > 1 else ())
+
+    def chunked(self, size: int, origin: int = 0) -> Rule:
+        """Queries see keys of their own chunk only; chunk borders lie at origin + n * size."""
+        if self.chunk_size is not None:
+            raise ValueError(f"this rule has chunks of {self.chunk_size} already")
+        return replace(self, chunk_size=size, chunk_origin=origin)
+
+    def padded(self, visible: Tensor | NDArray[np.bool_] | Sequence[int]) -> Rule:
+        """Keys where `visible` (bool or 0/1, [length]) is false are seen by nobody."""
+        flags = np.asarray(visible.cpu() if isinstance(visible, Tensor) else visible).astype(bool)
+        if self.visible_keys is not None:
+            for position in range(len(flags)):
+                flags[position] &= any(s.start <= position < s.stop for s in self.visible_keys)
+        if flags.all():
+            return replace(self, visible_keys=None)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+        spans = tuple(Span(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2]))
+        return replace(self, visible_keys=spans)
+
+    def where(self, index: Index) -> Rule:
+        """Adds any condition: `index(q, k)` gets int64 positions that broadcast and returns bool."""
+        if self.index is None:
+            return replace(self, index=index)
+        first = self.index
+        return replace(self, index=lambda q, k: first(q, k) & index(q, k))
+
+    # -- geometry ----------------------------------------------------------------------------------------------
+
+    def bounds(self, q: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """low and high (exclusive) of the interval each query sees, before visible_keys and index."""
+        low = np.zeros_like(q) if self.behind is None else np.maximum(q - self.behind, 0)
+        high = np.full_like(q, FAR) if self.ahead is None else q + self.ahead + 1
+        if self.document_starts:
+            starts = np.array([*self.document_starts, FAR], dtype=np.int64)
+            document = np.searchsorted(starts, q, side="right") - 1
+            low, high = np.maximum(low, starts[document]), np.minimum(high, starts[document + 1])
+        if self.chunk_size is not None:
+            first = (q - self.chunk_origin) // self.chunk_size * self.chunk_size + self.chunk_origin
+            low, high = np.maximum(low, first), np.minimum(high, first + self.chunk_size)
+        return low, high
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        """The naive twin of everything below: bool [len(q), len(k)] for positions q and k (int64, any order)."""
+        low, high = (torch.from_numpy(b).to(q.device) for b in self.bounds(q.cpu().numpy()))
+        seen = (k[None, :] >= low[:, None]) & (k[None, :] < high[:, None])
+        if self.visible_keys is not None:
+            visible = torch.zeros_like(k, dtype=torch.bool)
+            for span in self.visible_keys:
+                visible |= (k >= span.start) & (k < span.stop)
+            seen &= visible[None, :]
+        if self.index is not None:
+            seen = seen & self.index(q[:, None], k[None, :])
+        return seen
+
+    def _span_mask(self, q: Span, k: Span) -> Tensor:
+        return self.mask(torch.arange(q.start, q.stop), torch.arange(k.start, k.stop))
+
+    def _keys_within(self, k: Span) -> list[Span]:
+        """Visible parts of a key span."""
+        if self.visible_keys is None:
+            return [k] if k.size else []
+        cut = (Span(max(k.start, s.start), min(k.stop, s.stop)) for s in self.visible_keys)
+        return [span for span in cut if span.start < span.stop]
+
+    def classify(self, q: Span, k: Span) -> Kind:
+        """What the rectangle q x k looks like. EMPTY, FULL and CAUSAL are certain; PARTIAL may hold any pattern."""
+        if q.size < 1 or k.size < 1:
+            return Kind.EMPTY
+        corners = np.array([q.start, q.stop - 1], dtype=np.int64)
+        (low_first, low_last), (high_first, high_last) = (b.tolist() for b in self.bounds(corners))
+        visible = self._keys_within(k)
+        if not visible or visible[-1].stop <= low_first or visible[0].start >= high_last:
+            return Kind.EMPTY
+        if self.index is not None:
+            seen = self._span_mask(q, k)
+            if not seen.any():
+                return Kind.EMPTY
+            if seen.all():
+                return Kind.FULL
+            if q == k and torch.equal(seen, torch.ones_like(seen).tril()):
+                return Kind.CAUSAL
+            return Kind.PARTIAL
+        if visible != [k]:
+            return Kind.PARTIAL
+        if low_last <= k.start and high_first >= k.stop:
+            return Kind.FULL
+        if q == k and self.ahead == 0 and low_last <= k.start and high_last >= k.stop:
+            return Kind.CAUSAL
+        return Kind.PARTIAL
+
+    def pairs(self, q: Span, k: Span) -> int:
+        """Exactly how many (query, key) pairs of the rectangle are visible. O(q + k) unless there is an index."""
+        if q.size < 1 or k.size < 1:
+            return 0
+        if self.index is not None:
+            return sum(int(self._span_mask(a, b).sum()) for a in _tiles(q) for b in _tiles(k))
+        queries = np.arange(q.start, q.stop, dtype=np.int64)
+        low, high = self.bounds(queries)
+        return sum(
+            int(np.maximum(np.minimum(high, part.stop) - np.maximum(low, part.start), 0).sum())
+            for part in self._keys_within(k)
+        )
+
+    def blocks(self, q: Span, k: Span) -> Iterator[Block]:
+        """Cuts the rectangle q x k into blocks that cover exactly its visible pairs, PARTIAL ones at most TILE wide.
+
+        Queries are cut where their document or chunk begins, and to a fraction of a window; the keys of such a piece
+        are a band whose middle is FULL, whose lower edge (window) and upper edge (causal) are squares.
+        """
+        for piece in self._query_pieces(q):
+            corners = np.array([piece.start, piece.stop - 1], dtype=np.int64)
+            (low_first, low_last), (high_first, high_last) = (b.tolist() for b in self.bounds(corners))
+            for part in self._keys_within(Span(max(k.start, low_first), min(k.stop, high_last))):
+                if self.index is not None:
+                    areas = [part]
+                elif self.ahead == 0 and part.start <= piece.start and part.stop == piece.stop >= low_last:
+                    # the causal square as one piece, so that kernels may use their own causal path
+                    square = max(piece.start, part.start)
+                    areas = [*_cut(Span(part.start, square), [low_last]), Span(square, part.stop)]
+                else:
+                    areas = _cut(part, [low_last, high_first])
+                for area in areas:
+                    yield from self._settle(piece, area)
+
+    def _settle(self, q: Span, k: Span) -> Iterator[Block]:
+        """Emits q x k as one block, or as tiles where it is PARTIAL (or can be classified only by evaluation)."""
+        if self.index is None or (q.size <= TILE and k.size <= TILE):
+            kind = self.classify(q, k)
+            if kind is Kind.EMPTY:
+                return
+            if kind is not Kind.PARTIAL or (q.size <= TILE and k.size <= TILE):
+                yield Block(q, k, kind)
+                return
+        for a in _tiles(q):
+            for b in _tiles(k):
+                kind = self.classify(a, b)
+                if kind is not Kind.EMPTY:
+                    yield Block(a, b, kind)
+
+    def _query_pieces(self, q: Span) -> Iterator[Span]:
+        cuts = [s for s in self.document_starts if q.start < s < q.stop]
+        if self.chunk_size is not None and q.size:
+            size = self.chunk_size
+            first = q.start + (self.chunk_origin - q.start) % size
+            cuts += range(first, q.stop, size)
+        # Half a window: the two masked edges then cost as much as the unmasked middle, in few calls.
+        reach = max(128, min(TILE, ((self.behind or 0) + 1) // 2))
+        for piece in _cut(q, sorted(set(cuts))):
+            if self.behind is not None and piece.size > reach:
+                yield from _tiles(piece, reach)
+            else:
+                yield piece
+
+
+def _tiles(span: Span, size: int = TILE) -> list[Span]:
+    return [Span(a, min(a + size, span.stop)) for a in range(span.start, span.stop, size)]
+
+
+def _cut(span: Span, at: Sequence[int]) -> list[Span]:
+    """The span cut at the given positions that lie inside it."""
+    marks = [span.start, *sorted({p for p in at if span.start < p < span.stop}), span.stop]
+    return [Span(a, b) for a, b in zip(marks, marks[1:]) if a < b]
+
+
+def merge_blocks(blocks: Iterable[Block]) -> list[Block]:
+    """Joins blocks in row coordinates into as few as possible (fewer, larger kernel calls).
+
+    FULL blocks side by side become one; a causal square, the rectangle beneath it and the next square become one
+    causal square, which is right because rows ascend in position within the same rank.
+    """
+    blocks = list(blocks)
+    full = [b for b in blocks if b.kind is Kind.FULL]
+    rest = [b for b in blocks if b.kind is not Kind.FULL]
+    full = _join_side_by_side(full, along_keys=True)
+    full = _join_side_by_side(full, along_keys=False)
+    squares = sorted((b for b in rest if b.kind is Kind.CAUSAL), key=lambda b: b.q)
+    partial = [b for b in rest if b.kind is Kind.PARTIAL]
+    joined: list[Block] = []
+    available = set(full)
+    for square in squares:
+        while joined and joined[-1].q.stop == square.q.start and joined[-1].k.stop == square.k.start:
+            bridge = Block(square.q, joined[-1].k, Kind.FULL)
+            if bridge not in available:
+                break
+            available.remove(bridge)
+            last = joined.pop()
+            square = Block(
+                Span(last.q.start, square.q.stop), Span(last.k.start, square.k.stop), Kind.CAUSAL
+            )
+        joined.append(square)
+    return sorted([*joined, *available, *partial], key=lambda b: (b.q, b.k))
+
+
+def _join_side_by_side(blocks: list[Block], *, along_keys: bool) -> list[Block]:
+    across = [(b.q, b.k) if along_keys else (b.k, b.q) for b in blocks]
+    joined: dict[Span, list[Span]] = {}
+    for fixed, moving in sorted(across):
+        joined.setdefault(fixed, []).append(moving)
+    result = []
+    for fixed, spans in joined.items():
+        for moving in join(spans):
+            q, k = (fixed, moving) if along_keys else (moving, fixed)
+            result.append(Block(q, k, Kind.FULL))
+    return result
