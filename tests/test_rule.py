@@ -21,7 +21,8 @@ def visible_naively(rule_args, q, k):
     document = [sum(s <= p for s in starts) for p in (q, k)]
     if starts and document[0] != document[1]:
         return False
-    if chunk is not None and (q - origin) // chunk != (k - origin) // chunk:
+    start = max((s for s in starts if s <= q), default=0)
+    if chunk is not None and (q - start - origin) // chunk != (k - start - origin) // chunk:
         return False
     if flags is not None and not flags[k]:
         return False

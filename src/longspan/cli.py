@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"longspan: error: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return launch.INTERRUPTED
 
 
 def _command(arguments: list[str]) -> int:
@@ -130,14 +130,14 @@ def _train_here(config: Config, rank: int) -> int:
         summary = train(config, progress=config.log.progress)
         if rank == 0:
             print(closing_lines(summary), flush=True)
-    return 130 if ctrl_c.pressed else 0
+    return launch.INTERRUPTED if ctrl_c.pressed else 0
 
 
 def closing_lines(summary: Summary) -> str:
     curve = compare.read_run(Path(summary.folder))
     lines = []
     if summary.stopped:
-        lines.append(f"stopped by a signal after step {summary.step} of {summary.steps}; the same command continues")
+        lines.append(f"stopped by a signal after step {summary.step} of {summary.steps}; checkpoint.resume continues")
     if summary.loss is None:
         lines.append(f"nothing to do: step {summary.step} of {summary.steps} was done already")
     else:

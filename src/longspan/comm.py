@@ -46,7 +46,7 @@ class Traffic:
     bytes_sent: int = 0
     collectives: int = 0
     attention_calls: int = 0
-    pairs: int = 0  # attention pairs computed, averaged over query heads, summed over layers and batch rows
+    pairs: float = 0  # attention pairs computed, averaged over query heads, summed over layers and batch rows
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from types import FrameType, TracebackType
 
 from longspan.config import ConfigError
 
+INTERRUPTED = 130  # exit code after Ctrl-C, by the shell's convention; the state was saved
 RECORDS = "LONGSPAN_RECORDS"  # set for workers: the folder for their records
 _GRACE = 3600  # seconds that workers have to finish their step and save; a second signal ends them at once
 
@@ -133,25 +134,25 @@ def start(arguments: Sequence[str], workers: int) -> int:
         try:
             command("-P", "-m", "longspan", *arguments)
         except SignalException as error:
-            return _after_signal(error.sigval, _read_records(records), workers)
+            return _after_signal(error.sigval, read_records(records), workers)
         except ChildFailedError as error:
             exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _report_failure(_read_records(records), exit_codes)
+            return _report_failure(read_records(records), exit_codes)
     return 0
 
 
-def _read_records(folder: Path) -> dict[int, dict]:
+def read_records(folder: Path) -> dict[int, dict]:
     paths = folder.glob("rank-*.json")
     return {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in paths}
 
 
 def _after_signal(number: int, records: Mapping[int, dict], workers: int) -> int:
-    saved = [rank for rank, record in records.items() if record["code"] == 0]
+    saved = [rank for rank, record in records.items() if record["code"] in (0, INTERRUPTED)]
     if len(saved) < workers:
         missing = sorted(set(range(workers)) - set(saved))
         _say(f"stopped by {signal.Signals(number).name}; rank {missing[0]} did not finish its step and save")
         return 128 + number
-    return 0 if number == signal.SIGTERM else 128 + number
+    return 0 if number == signal.SIGTERM else INTERRUPTED
 
 
 def _report_failure(records: Mapping[int, dict], exit_codes: Mapping[int, int]) -> int:
@@ -159,6 +160,7 @@ def _report_failure(records: Mapping[int, dict], exit_codes: Mapping[int, int]) 
     rank, reason, trace, code = first_failure(records, exit_codes)
     if trace:
         print(trace, file=sys.stderr, end="")
+    reason = " ".join(reason.split())  # one line, also where a library raised several
     _say(reason if code == 2 else f"rank {rank} failed: {reason}")
     return code
 
@@ -170,7 +172,7 @@ def first_failure(records: Mapping[int, dict], exit_codes: Mapping[int, int]) ->
     if killed:
         rank = min(killed)
         name = signal.Signals(killed[rank]).name
-        hint = " (often the out-of-memory killer)" if name == "SIGKILL" else ""
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
         return rank, f"killed by {name}{hint}", "", 1
     failed = {rank: record for rank, record in records.items() if record["code"] != 0}
     if failed:

@@ -7,6 +7,8 @@ Everything common is one interval of keys per query. With `q`, `k` positions in 
     low(q)  = max(q - behind, first position of q's document, first position of q's chunk)
     high(q) = min(q + ahead + 1, end of q's document, end of q's chunk)
 
+(chunk borders are counted from the beginning of the document)
+
 causal: ahead = 0; sliding window W: behind = W - 1; bidirectional: neither. Both bounds grow with q, so a rectangle of
 queries and keys is classified from its corners. `visible_keys` holds padding (either side, or holes). `index` is any
 further condition; it costs an evaluation per block and is the only part that is not structure.
@@ -17,6 +19,7 @@ blocks only, and those are never larger than `TILE` x `TILE`.
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +69,7 @@ class Rule:
     ahead: int | None = None
     document_starts: tuple[int, ...] = ()  # ascending, first is 0; () is one document
     chunk_size: int | None = None
-    chunk_origin: int = 0  # chunk borders lie at origin + n * size
+    chunk_origin: int = 0  # chunk borders lie at the document's first position + origin + n * size
     visible_keys: tuple[Span, ...] | None = None  # None: all
     index: Index | None = None
 
@@ -95,9 +98,15 @@ class Rule:
         """Keys at distance q - k < window only; a bidirectional rule also gets k - q < window."""
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        behind = window - 1 if self.behind is None else min(self.behind, window - 1)
-        ahead = window - 1 if self.ahead is None else min(self.ahead, window - 1)
-        return replace(self, behind=behind, ahead=ahead)
+        return self.behind_at_most(window - 1).ahead_at_most(window - 1)
+
+    def behind_at_most(self, distance: int) -> Rule:
+        """Keys at q - k <= distance only."""
+        return replace(self, behind=distance if self.behind is None else min(self.behind, distance))
+
+    def ahead_at_most(self, distance: int) -> Rule:
+        """Keys at k - q <= distance only; 0 is causal."""
+        return replace(self, ahead=distance if self.ahead is None else min(self.ahead, distance))
 
     def packed(self, starts: Iterable[int]) -> Rule:
         """Documents that do not see each other; `starts` are their first positions (0 may be left out)."""
@@ -105,7 +114,7 @@ class Rule:
         return replace(self, document_starts=merged if len(merged) > 1 else ())
 
     def chunked(self, size: int, origin: int = 0) -> Rule:
-        """Queries see keys of their own chunk only; chunk borders lie at origin + n * size."""
+        """Queries see keys of their own chunk only; borders lie at the document's start + origin + n * size."""
         if self.chunk_size is not None:
             raise ValueError(f"this rule has chunks of {self.chunk_size} already")
         return replace(self, chunk_size=size, chunk_origin=origin)
@@ -135,12 +144,14 @@ class Rule:
         """low and high (exclusive) of the interval each query sees, before visible_keys and index."""
         low = np.zeros_like(q) if self.behind is None else np.maximum(q - self.behind, 0)
         high = np.full_like(q, FAR) if self.ahead is None else q + self.ahead + 1
+        origin: NDArray[np.int64] | int = self.chunk_origin
         if self.document_starts:
             starts = np.array([*self.document_starts, FAR], dtype=np.int64)
             document = np.searchsorted(starts, q, side="right") - 1
             low, high = np.maximum(low, starts[document]), np.minimum(high, starts[document + 1])
+            origin = starts[document] + self.chunk_origin
         if self.chunk_size is not None:
-            first = (q - self.chunk_origin) // self.chunk_size * self.chunk_size + self.chunk_origin
+            first = (q - origin) // self.chunk_size * self.chunk_size + origin
             low, high = np.maximum(low, first), np.minimum(high, first + self.chunk_size)
         return low, high
 
@@ -243,11 +254,16 @@ class Rule:
                     yield Block(a, b, kind)
 
     def _query_pieces(self, q: Span) -> Iterator[Span]:
-        cuts = [s for s in self.document_starts if q.start < s < q.stop]
+        first = bisect.bisect_right(self.document_starts, q.start)
+        last = bisect.bisect_left(self.document_starts, q.stop)
+        cuts = list(self.document_starts[first:last])
         if self.chunk_size is not None and q.size:
             size = self.chunk_size
-            first = q.start + (self.chunk_origin - q.start) % size
-            cuts += range(first, q.stop, size)
+            starts = [self.document_starts[first - 1] if first else 0, *cuts]
+            for start, stop in zip(starts, [*cuts, q.stop]):
+                border = start + self.chunk_origin
+                border += -((border - max(start, q.start)) // size) * size
+                cuts = [*cuts, *range(border, stop, size)]
         # Half a window: the two masked edges then cost as much as the unmasked middle, in few calls.
         reach = max(128, min(TILE, ((self.behind or 0) + 1) // 2))
         for piece in _cut(q, sorted(set(cuts))):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def attend(
     """
     _check_shapes(q, k, v, sinks)
     if dropout:
-        raise ValueError(f"attention dropout {dropout} would differ from one rank's; set it to 0 (attention_dropout=0.0)")
+        raise ValueError(f"attention dropout {dropout} would be unlike any one rank's; set attention_dropout=0.0")
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}; choose one of {', '.join(SCHEMES)}")
     rules = _per_batch_row(rule, q.shape[0])
@@ -72,13 +73,13 @@ def attend(
     if scheme == "auto":
         scheme = choose_scheme(layout.length, cp.size, q.shape[1], k.shape[1], q.shape[3], v.shape[3], rules)
     cp.traffic.attention_calls += 1
-    options = {"kernel": chosen_kernel, "scale": scale, "softcap": softcap}
+    options: dict[str, Any] = {"kernel": chosen_kernel, "scale": scale, "softcap": softcap}
     if scheme == "exchange" or cp.size == 1:
         plan = make_plan(layout, cp.rank, rules, stages)
         cp.traffic.pairs += plan.pairs
         return exchange_attention(q, k, v, sinks, cp=cp, plan=plan, **options)
     plan = make_plan(contiguous(layout.length, 1), 0, rules)
-    cp.traffic.pairs += plan.pairs * split.query[cp.rank].size // q.shape[1]
+    cp.traffic.pairs += plan.pairs * split.query[cp.rank].size / q.shape[1]
     q, k, v = to_heads(q, k, v, cp=cp, split=split)
     if sinks is not None:
         sinks = own_heads(sinks, cp=cp, split=split)

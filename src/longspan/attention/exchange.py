@@ -90,7 +90,7 @@ class _Exchange(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         options = {"scale": scale, "softcap": softcap}
-        out, lse = None, None
+        out, lse = _empty(q, v)
         pending = None
         for index, stage in enumerate(plan.stages):
             keys = [k, v] if pending is None else _buffer(cp, stage, pending.wait(), k, v)
@@ -131,14 +131,21 @@ class _Exchange(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
 
 
+def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out 0 and lse -inf: nothing seen yet."""
+    wide = accumulator(q.dtype)
+    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device)
+    return out, torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+
+
 def _compute(
     q: Tensor,
     keys: list[Tensor],
     stage: Stage,
     kernel: Kernel,
     options: dict[str, Any],
-    out: Tensor | None,
-    lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
     *,
     alone: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -149,10 +156,6 @@ def _compute(
         mask = piece.mask(q.device)
         k, v = _rows(k, piece.batch, piece.k), _rows(v, piece.batch, piece.k)
         return for_block(kernel, mask).forward(q, k, v, mask=mask, causal=piece.causal, **options)
-    wide = accumulator(q.dtype)
-    if out is None or lse is None:
-        out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
     if not q.numel():
         return out, lse
     for piece in stage.pieces:

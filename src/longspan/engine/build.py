@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from longspan.config import ConfigError, ModelConfig
+from longspan.scoring import causal_lm_loss
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +32,33 @@ def build_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, sequ
             raise ConfigError(f"model.path = {config.path!r}: there is no such folder")
         path = os.path.expanduser(config.path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=config.trust_remote_code)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path = {config.path!r}: {' '.join(str(error).split())}") from error
     else:
         model = _random_model(config, tokenizer, dtype, sequence_length)
     model.config.use_cache = False
     if dtype == torch.float64:
-        model.loss_function = float64_loss
+        model.loss_function = causal_lm_loss  # transformers' own narrows logits to float32
+    _check_loss(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit and limit < sequence_length:
         log.warning("max_position_embeddings = %d is less than data.sequence_length = %d", limit, sequence_length)
     return model
+
+
+def _check_loss(model: Any) -> None:
+    """A step's loss is one sum over one count, so the model must divide by the count it is given."""
+    if (
+        model.loss_function not in (ForCausalLMLoss, causal_lm_loss)
+        or getattr(model, "accepts_loss_kwargs", None) is False
+    ):
+        raise ConfigError(
+            f"{type(model).__name__} computes a loss of its own, which may not divide by the targets of the whole "
+            "step; longspan train needs the causal-LM loss of transformers"
+        )
 
 
 def _random_model(
@@ -64,21 +80,3 @@ def _random_model(
             return AutoModelForCausalLM.from_config(made, dtype=dtype)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.config with model_type {kind!r}: {' '.join(str(error).split())}") from error
-
-
-def float64_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor | None,
-    vocab_size: int,
-    num_items_in_batch: float | torch.Tensor | None = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The causal loss without the detour through float32 that transformers makes."""
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    total = nn.functional.cross_entropy(
-        logits.reshape(-1, vocab_size), shift_labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
-    )
-    return total / (num_items_in_batch if num_items_in_batch is not None else (shift_labels != ignore_index).sum())

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 log = logging.getLogger(__name__)
 
@@ -77,15 +78,21 @@ def save(
     return place
 
 
-def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fills module and optimizer in place, whatever mesh they live on; returns the saved `state`."""
-    whole = get_optimizer_state_dict(module, optimizer)
-    tensors = {"model": get_model_state_dict(module), "moments": whole["state"]}
-    dcp.load(tensors, checkpoint_id=path)
-    set_model_state_dict(module, tensors["model"])
-    # the groups are this run's: rates, betas and decay belong to the configuration
-    set_optimizer_state_dict(module, optimizer, {"state": tensors["moments"], "param_groups": whole["param_groups"]})
+def read_state(path: Path) -> dict[str, Any]:
+    """What `save` was given as `state`."""
     return json.loads((path / "state.json").read_text())
+
+
+def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fills module and optimizer in place, whatever mesh they live on."""
+    whole = get_optimizer_state_dict(module, optimizer)
+    weights = get_model_state_dict(module)
+    tensors = {"model": weights, "moments": whole["state"]}
+    dcp.load(tensors, checkpoint_id=path)
+    whole["state"] = tensors["moments"]
+    set_model_state_dict(module, weights)
+    # the groups are this run's: rates, betas and decay belong to the configuration
+    set_optimizer_state_dict(module, optimizer, whole)
 
 
 def export(folder: Path, module: nn.Module, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -100,7 +107,13 @@ def export(folder: Path, module: nn.Module, config: PretrainedConfig, tokenizer:
         plain.tie_weights()
         draft = place.with_name(".export.unfinished")
         shutil.rmtree(draft, ignore_errors=True)
-        plain.save_pretrained(draft)
+        shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            plain.save_pretrained(draft)
+        finally:
+            if shown:
+                transformers_logging.enable_progress_bar()
         tokenizer.save_pretrained(draft)
         if place.exists():
             shutil.rmtree(place)

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from longspan.engine.tokens import byte_tokenizer
 
 def load_tokenizer(config: DataConfig, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that `data.tokenizer` names, with `data.chat_template` put in."""
+    tokenizer: PreTrainedTokenizerBase
     if config.tokenizer == "bytes":
         tokenizer = byte_tokenizer()
     else:
@@ -227,7 +228,7 @@ def _from_messages(record: dict[str, Any], where: str, tokenizer: PreTrainedToke
     return _made(made["input_ids"], mask)
 
 
-def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Mapping[str, Any]:
+def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     except (TemplateError, TypeError, ValueError) as error:  # what templates raise over roles they do not know

@@ -111,8 +111,8 @@ def active_weights(model: PreTrainedModel) -> int:
         p.numel() * (share if ("expert" in name and p.ndim > 2) or ".experts." in name else 1.0)
         for name, p in model.named_parameters()
     )
-    head = model.get_output_embeddings()
-    table = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    table: Any = model.get_input_embeddings()
     if head is None or head.weight is not table.weight:
         count -= table.weight.numel()
     return int(count)

@@ -60,7 +60,9 @@ def gradient_norm(module: nn.Module) -> float:
     locals_ = _local(gradients)
     if not locals_:
         return 0.0
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(locals_)])
+    narrow = locals_[0].dtype.itemsize < 4
+    found = torch._foreach_norm(locals_, 2, dtype=torch.float32 if narrow else None)
+    norms = torch.stack([norm.double() for norm in found])
     squares = norms.square()
     sharded = torch.tensor([isinstance(gradient, DTensor) for gradient in gradients], device=squares.device)
     total = squares[sharded].sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,14 +23,17 @@ def seed_step(seed: int, step: int, dp_rank: int) -> None:
 
 @contextmanager
 def numerics(train: TrainConfig) -> Iterator[None]:
-    """Deterministic algorithms where asked for; puts back what it changed."""
+    """Deterministic algorithms where asked for, and no warnings about torch by torch; puts back what it changed."""
     before = torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with warnings.catch_warnings():
+            # FSDP2 and DDP call names that torch itself has deprecated: nothing a user could act on
+            warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*is deprecated", category=FutureWarning)
+            yield
     finally:
         torch.use_deterministic_algorithms(before)
         torch.set_num_threads(threads)

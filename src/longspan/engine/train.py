@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from longspan.engine.packing import Rows, collate, document_lengths, step_rows
 from longspan.engine.process import cpu_threads, numerics, seed_step, stop_signals
 from longspan.engine.progress import Progress
 from longspan.engine.wrap import compute, resolve_wrap, synchronise, wrap_model
+from longspan.models import parallelize, report
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +114,7 @@ def _train(
     tokenizer = load_tokenizer(config.data, trust_remote_code=config.model.trust_remote_code)
     rows, training_rows = load_rows(config.data, tokenizer)
     model = build_model(config.model, tokenizer, sequence_length=config.data.sequence_length)
-    if int(rows.ids.max()) >= model.get_input_embeddings().num_embeddings:
-        raise ConfigError(
-            f"the data holds token id {int(rows.ids.max())}, but the model's vocabulary is "
-            f"{model.get_input_embeddings().num_embeddings}; raise vocab_size or change the tokenizer"
-        )
+    _check_model(config, model, rows)
     plain_config = copy.deepcopy(model.config)
     run = _prepare(config, mesh, model, rows, training_rows, tokenizer)
 
@@ -125,13 +123,14 @@ def _train(
     newest = _find_checkpoint(folder, config)
     step, consumed = 0, 0
     if newest is not None:
-        state = checkpoint.load(newest, run.module, run.optimizer)
-        step, consumed = state["step"], state["rows_consumed"]
+        state = checkpoint.read_state(newest)
         if state["data"] != fingerprint:
             raise ConfigError(
                 f"{newest} was trained on other data ({state['data']}; now {fingerprint}); restore the data settings, "
                 "take another folder, or set checkpoint.resume = 'never'"
             )
+        checkpoint.load(newest, run.module, run.optimizer)
+        step, consumed = state["step"], state["rows_consumed"]
         log.info("resuming from %s: step %d, %d rows", newest, step, consumed)
 
     def save() -> Path:
@@ -203,10 +202,8 @@ def _prepare(
     weights = metrics.active_weights(model)
     if config.train.activation_checkpointing:
         _recompute_blocks(model)
-    if mesh["cp"].size() > 1:
-        from longspan.models import parallelize
-
-        parallel = config.parallel
+    parallel = config.parallel
+    try:
         model = parallelize(
             model,
             mesh["cp"],
@@ -217,6 +214,8 @@ def _prepare(
             stages=parallel.stages or None,
             check_batch=parallel.check_batch,
         )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     module = wrap_model(model, mesh, wrap=config.parallel.wrap, precision=config.train.precision)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return _Run(
@@ -251,6 +250,24 @@ def _check(config: Config, dp: int) -> None:
         )
     if train.validate_every and not config.data.validation_rows:
         raise ConfigError("train.validate_every is set, but data.validation_rows = 0 holds no rows out")
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError("log.tensorboard needs the `tensorboard` package: pip install 'longspan[tensorboard]'")
+
+
+def _check_model(config: Config, model: PreTrainedModel, rows: Rows) -> None:
+    table: Any = model.get_input_embeddings()
+    largest = int(rows.ids.max())
+    if largest >= table.num_embeddings:
+        raise ConfigError(
+            f"the data holds token id {largest}, but the model's vocabulary is {table.num_embeddings}; "
+            "raise vocab_size or change the tokenizer"
+        )
+    if getattr(model.config, "output_router_logits", False) and config.train.batch_rows > config.train.micro_rows:
+        raise ConfigError(
+            f"output_router_logits adds a mean over each of {config.train.batch_rows // config.train.micro_rows} "
+            "micro-batches to the loss, so it would depend on how the step is cut; set it to false, or "
+            "train.micro_rows = train.batch_rows"
+        )
 
 
 def _step(run: _Run, step: int, consumed: int) -> dict[str, Any]:
@@ -274,8 +291,8 @@ def _step(run: _Run, step: int, consumed: int) -> dict[str, Any]:
     norm = optim.gradient_norm(run.module)
     if not (math.isfinite(mean) and math.isfinite(norm)):
         raise FloatingPointError(
-            f"step {step}: loss {mean}, gradient norm {norm}; nothing was updated and nothing saved. Lower optimizer.lr, "
-            "or resume from the last checkpoint"
+            f"step {step}: loss {mean}, gradient norm {norm}; nothing was updated and nothing saved. "
+            "Lower optimizer.lr, or resume from the last checkpoint"
         )
     limit = config.optimizer.max_grad_norm
     if limit > 0:
@@ -284,7 +301,8 @@ def _step(run: _Run, step: int, consumed: int) -> dict[str, Any]:
     optim.set_learning_rate(run.optimizer, rate)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    return _record(run, step, mean, norm, rate, targets, indices, everyone, time.perf_counter() - begun)
+    record = {"step": step, "loss": mean, "grad_norm": norm, "lr": rate, "targets": targets, "rows": count}
+    return record | _throughput(run, indices, everyone, seconds=time.perf_counter() - begun)
 
 
 _SENT = ("loss", "peak_memory", "tokens", "pairs", "bytes")
@@ -320,14 +338,13 @@ def _batch(run: _Run, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor
 
 
 def _work(run: _Run, indices: np.ndarray) -> tuple[float, float, float]:
-    """(tokens, attention pairs, bytes sent) of this rank in the forward that just ran."""
+    """(tokens, attention pairs of all layers, bytes sent) of this rank in the micro-batch that just ran."""
     if run.mesh["cp"].size() > 1:
-        from longspan.models import report
-
         measured = report(run.model)
         return measured["tokens"], measured["pairs"], measured["bytes_sent"]
     lengths = [length for row in document_lengths(run.rows, indices) for length in row]
-    return sum(lengths), sum(metrics.visible_pairs(length, None) for length in lengths), 0
+    windows = metrics.layer_windows(run.model.config.get_text_config())
+    return sum(lengths), sum(metrics.visible_pairs(length, window) for window in windows for length in lengths), 0
 
 
 @torch.no_grad()
@@ -354,22 +371,11 @@ def _validate(run: _Run) -> float:
     return float(gather_vector([total])[:: run.mesh["cp"].size(), 0].sum())
 
 
-def _record(
-    run: _Run,
-    step: int,
-    loss: float,
-    norm: float,
-    rate: float,
-    targets: int,
-    indices: np.ndarray,
-    everyone: dict[str, list[float]],
-    seconds: float,
-) -> dict[str, Any]:
+def _throughput(run: _Run, indices: np.ndarray, everyone: dict[str, list[float]], *, seconds: float) -> dict[str, Any]:
+    """The part of a step's record that is about speed, memory and balance."""
     world = dist.get_world_size()
-    micro = run.config.train.micro_rows
-    documents = [
-        length for group in indices.reshape(-1, micro) for row in document_lengths(run.rows, group) for length in row
-    ]
+    # padding is no useful work: it counts in `tokens_per_rank` alone
+    documents = np.concatenate([run.rows.lengths(row) for row in indices]).tolist()
     tokens = sum(documents)
     device = local_device()
     bf16 = run.config.train.precision == "bf16" or run.model.dtype == torch.bfloat16
@@ -377,13 +383,7 @@ def _record(
     flops = metrics.step_flops(run.model, run.weights, tokens, documents)
     pairs = everyone["pairs"]
     return {
-        "step": step,
-        "loss": loss,
-        "grad_norm": norm,
-        "lr": rate,
-        "targets": targets,
         "tokens": tokens,
-        "rows": len(indices),
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "tokens_per_second_per_rank": tokens / seconds / world,

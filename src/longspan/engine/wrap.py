@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,19 +38,22 @@ def wrap_model(model: PreTrainedModel, mesh: DeviceMesh, *, wrap: str = "auto", 
             raise ConfigError(
                 f"parallel.wrap = 'none' on {world} ranks: nothing would average gradients; use fsdp or ddp"
             )
-        return model.to(local_device())
+        return nn.Module.to(model, local_device())
     if wrap == "ddp":
         device = local_device()
         ids = [device.index] if device.type == "cuda" else None
         known = inspect.signature(DistributedDataParallel).parameters
-        quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-        return DistributedDataParallel(model.to(device), device_ids=ids, gradient_as_bucket_view=True, **{quiet: False})
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
+        options: dict[str, Any] = {"device_ids": ids, "gradient_as_bucket_view": True, name: False}
+        return DistributedDataParallel(nn.Module.to(model, device), **options)
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    elif model.dtype == torch.bfloat16:
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    # Inputs are left alone. With bf16 weights a model makes its own activations bf16, as it does where it is bf16
+    # throughout; FSDP's cast would also narrow what it keeps in float32, and it copies every dataclass on its way.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None,
+        reduce_dtype=torch.float32 if precision == "bf16" or model.dtype == torch.bfloat16 else None,
+        cast_forward_inputs=False,
+    )
     for block in decoder_blocks(model):
         fully_shard(block, mesh=everyone, mp_policy=policy)
     fully_shard(model, mesh=everyone, mp_policy=policy, reshard_after_forward=False)
@@ -64,11 +68,12 @@ def resolve_wrap(wrap: str) -> str:
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of the longest ModuleList: the layers of the decoder."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not stacks:
-        raise ConfigError(f"{type(model).__name__} has no list of layers to shard; use parallel.wrap = 'ddp'")
-    return list(max(stacks, key=len))
+    """The layers of the decoder: the outermost list of modules that has one per hidden layer."""
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return list(module)
+    raise ConfigError(f"{type(model).__name__} has no list of {layers} layers to shard; use parallel.wrap = 'ddp'")
 
 
 def compute(module: nn.Module, precision: str) -> AbstractContextManager:

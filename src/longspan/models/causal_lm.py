@@ -1,0 +1,216 @@
+"""The causal-LM head: the loss from local hidden rows, logits whole, local, or not at all.
+
+The head is the model's own forward, run with its decoder replaced, so softcaps, scalings and biases are as its authors
+wrote them. One call of the wrapped forward runs the model's forward
+
+    once   with a stand-in that runs the split decoder, keeps the local hidden rows and hands on zero rows of them.
+           Labels go in, and the model's `loss_function` is answered from the kept rows; whatever the model adds to
+           the loss afterwards (a router loss, from whole router logits) is added by its own code.
+    per chunk of rows, with a stand-in that returns the chunk as the decoder's output.
+
+Stand-ins are put into the parent module for the duration of one call, on the calling thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from longspan.models.decoder import REQUEST, STATE, Request, State, call_arguments, plain_forward, uses_cache
+from longspan.models.forward import Forward
+from longspan.scoring import (
+    IGNORE,
+    causal_lm_loss,
+    check_targets,
+    chunk_rows,
+    chunked_loss_sum,
+    divide,
+    shift_left,
+    summed_cross_entropy,
+)
+
+LOGITS = ("auto", "whole", "local", "none")
+
+
+class StandIn(nn.Module):
+    """A module whose forward is a plain function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@contextmanager
+def replaced(parent: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`parent.name` answers with `function` inside the block."""
+    original = parent._modules[name]
+    parent._modules[name] = StandIn(function)
+    try:
+        yield
+    finally:
+        parent._modules[name] = original
+
+
+@contextmanager
+def loss_answered(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """`model.loss_function` answers with `function` inside the block."""
+    had = "_loss_function" in model.__dict__
+    original = model.__dict__.get("_loss_function")
+    model.loss_function = function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if had:
+            model.loss_function = original  # type: ignore[assignment]
+        else:
+            del model._loss_function
+
+
+def parent_of(model: nn.Module, decoder: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds the decoder, and the name it goes by there."""
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is decoder:
+                return parent, name
+    raise ValueError(f"{type(decoder).__name__} is not a part of {type(model).__name__}")
+
+
+def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward that replaces a causal LM's; its signature stays the model's own."""
+    state: State = getattr(self, STATE)
+    original = plain_forward(self)
+    call = call_arguments(original, args, kwargs)
+    labels, shift_labels = call.get("labels"), call.get("shift_labels")
+    scored = labels is not None or shift_labels is not None
+    if state.suspended or (uses_cache(call) and not scored):
+        return original(*args, **kwargs)
+    decoder = self.get_decoder()
+    parent, name = parent_of(self, decoder)
+    vocabulary = self.get_output_embeddings().weight.shape[0]
+    keep = call.pop("logits_to_keep", 0)
+    everything_kept = isinstance(keep, int) and keep == 0
+    as_tuple = call.pop("return_dict", None) is False
+    mode = state.logits
+    if mode == "auto":
+        mode = "none" if scored and self.training else "whole"
+    loss_function = self.loss_function if scored else None
+    request = Request(
+        inputs={"labels": labels, "shift_labels": shift_labels},
+        check=lambda batch, length: _check(call, batch, length, vocabulary, loss_function, everything_kept),
+    )
+
+    def head(hidden: Tensor, **options: Any) -> Tensor:
+        """Logits of hidden rows, by the model's own forward."""
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        answer_hidden = request.output_class(last_hidden_state=hidden)
+        with replaced(parent, name, lambda *args, **kwargs: answer_hidden):
+            return original(input_ids=ids, use_cache=False, return_dict=True, **options).logits
+
+    def body(*body_args: Any, **body_kwargs: Any) -> Any:
+        outputs = decoder(*body_args, **{**body_kwargs, REQUEST: request})
+        request.output_class = type(outputs)
+        return type(outputs)(**{**outputs, "last_hidden_state": outputs.last_hidden_state[:, :0]})
+
+    answer = _Loss(request, labels, shift_labels, mode, head, vocabulary, wide=loss_function is causal_lm_loss)
+    call.pop("shift_labels", None)
+    if scored:
+        # Any tensor makes the model ask for its loss; the answer is computed from the whole labels kept here.
+        call["labels"] = labels if labels is not None else shift_labels
+    with replaced(parent, name, body), loss_answered(self, answer):
+        out = original(**{**call, "use_cache": False, "return_dict": True})
+    if request.forward is None or request.hidden is None or (scored and not answer.asked):
+        raise ValueError(
+            f"{type(self).__name__} did not ask its decoder for hidden states, or its loss_function for a loss"
+        )
+    out = type(out)(**{**out, "logits": _logits(request, answer, mode, head, keep, everything_kept)})
+    return out.to_tuple() if as_tuple else out
+
+
+def _logits(
+    request: Request, answer: _Loss, mode: str, head: Callable[..., Tensor], keep: Any, everything_kept: bool
+) -> Tensor | None:
+    if mode == "none" or request.forward is None or request.hidden is None:
+        return None
+    if not everything_kept:
+        return head(request.forward.cp.gather(request.hidden, 1), logits_to_keep=keep)
+    local = head(request.hidden) if answer.logits is None else answer.logits
+    return request.forward.cp.gather(local, 1) if mode == "whole" else local
+
+
+class _Loss:
+    """What the model's `loss_function` is during a split forward."""
+
+    def __init__(
+        self,
+        request: Request,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        mode: str,
+        head: Callable[..., Tensor],
+        vocabulary: int,
+        *,
+        wide: bool,
+    ) -> None:
+        self.request, self.labels, self.shift_labels = request, labels, shift_labels
+        self.mode, self.head, self.vocabulary, self.wide = mode, head, vocabulary, wide
+        self.asked = False
+        self.logits: Tensor | None = None
+
+    def __call__(self, *args: Any, num_items_in_batch: Any = None, ignore_index: int = IGNORE, **_: Any) -> Tensor:
+        self.asked = True
+        forward: Forward | None = self.request.forward
+        hidden = self.request.hidden
+        if forward is None or hidden is None:
+            raise ValueError("the loss was asked for before the decoder had run")
+        whole = self.shift_labels
+        if whole is None:
+            whole = shift_left(self.labels, ignore_index)  # type: ignore[arg-type]
+        whole = whole.to(hidden.device)
+        targets = forward.cp.cut(whole, 1)
+        dtype = torch.promote_types(hidden.dtype, torch.float32) if self.wide else torch.float32
+
+        if self.mode == "none":
+            longest = max(forward.cp.bound.row_counts)
+            rows = min(max(1, longest), chunk_rows(forward.batch, self.vocabulary))
+            local = chunked_loss_sum(hidden, targets, self.head, rows=rows, dtype=dtype, ignore_index=ignore_index)
+        else:
+            self.logits = self.head(hidden)
+            local = summed_cross_entropy(self.logits, targets, dtype, ignore_index)
+        count = num_items_in_batch if num_items_in_batch is not None else (whole != ignore_index).sum()
+        return divide(forward.cp.total(local), count)
+
+
+def _check(
+    call: dict[str, Any],
+    batch: int,
+    length: int,
+    vocabulary: int,
+    loss_function: Callable[..., Any] | None,
+    everything_kept: bool,
+) -> None:
+    labels, shift_labels = call.get("labels"), call.get("shift_labels")
+    if labels is None and shift_labels is None:
+        return
+    if uses_cache(call):
+        raise ValueError("a forward with labels cannot use a cache under context parallelism; pass use_cache=False")
+    if not everything_kept:
+        raise ValueError("logits_to_keep together with labels is not supported under context parallelism")
+    for name, value in (("labels", labels), ("shift_labels", shift_labels)):
+        if value is not None:
+            if tuple(value.shape) != (batch, length):
+                raise ValueError(f"{name} are {tuple(value.shape)}, the batch is {(batch, length)}")
+            check_targets(value, vocabulary, name, call.get("ignore_index", IGNORE))
+    if loss_function not in (ForCausalLMLoss, causal_lm_loss):
+        name = getattr(loss_function, "__qualname__", type(loss_function).__name__)
+        raise ValueError(
+            f"the model has its own loss function {name}, which a sum over shards may not express; call the model "
+            "without labels and compute the loss from the whole logits"
+        )

@@ -1,0 +1,224 @@
+"""The two functions that transformers calls by name: one makes masks, one computes attention.
+
+They are registered once per original backend as `longspan_<backend>` ("longspan_sdpa"), so the name tells what to
+delegate to. Outside a split forward both hand everything to that backend unchanged: `generate()`, forwards with a
+cache and recomputation of such forwards are the plain model's, bit for bit.
+
+Inside a split forward the mask function returns a BoundRule. It has no argument that could carry the Forward (masks
+are made from configs, and models reshape the 2-D mask on its way), so that one hand-over goes through a context
+variable, set around the decoder's forward only. Attention never reads the Forward from there: it comes with the rule.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from longspan.attention import attend
+from longspan.attention.ulysses import HeadSplit, own_heads, split_heads, to_heads
+from longspan.layout import Span
+from longspan.models.forward import BoundRule, Forward, make_rules
+
+PREFIX = "longspan_"
+ACTIVE: ContextVar[Forward | None] = ContextVar("longspan_forward", default=None)
+
+# Keywords that say nothing about which scores count, or repeat what the rule says already.
+NEUTRAL = {
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "is_causal", "return_dict", "labels",
+    "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "layer_idx",
+    "logits_to_keep", "shift_labels", "padding_mask", "cache", "past_key_values",
+}  # fmt: skip
+SINKS = ("s_aux", "sinks")
+
+
+def register(original: str) -> str:
+    """Registers the pair of hooks over the backend `original` ("sdpa", "eager", ...); returns its name."""
+    name = original if original.startswith(PREFIX) else PREFIX + original
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, _attention_over(name.removeprefix(PREFIX)))
+        AttentionMaskInterface.register(name, _mask_over(name.removeprefix(PREFIX)))
+    return name
+
+
+def original_attention(module: nn.Module, backend: str) -> Callable[..., Any]:
+    """The backend's own attention function; "eager" is each modeling file's own."""
+    if backend == "eager":
+        file = sys.modules[type(module).__module__]
+        if not hasattr(file, "eager_attention_forward"):
+            raise ValueError(f"{type(module).__name__} has no eager attention function to delegate to")
+        return file.eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[backend]
+
+
+def _mask_over(backend: str) -> Callable[..., Any]:
+    def longspan_mask(*args: Any, **kwargs: Any) -> Any:
+        original = ALL_MASK_ATTENTION_FUNCTIONS[backend]
+        forward = ACTIVE.get()
+        if forward is None:
+            return original(*args, **kwargs)
+        return _bound_rule(forward, original, args, kwargs)
+
+    return longspan_mask
+
+
+def _bound_rule(forward: Forward, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> BoundRule:
+    if args or "mask_function" not in kwargs:
+        raise ValueError("this version of transformers builds masks in a way longspan does not know")
+    local = forward.model_rows
+    q_length = kwargs["q_length"]
+    if q_length != local or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+        raise ValueError(
+            f"a mask for {q_length} queries was asked for in a forward of {local} rows per rank; cross-attention and "
+            "caches are not supported under context parallelism"
+        )
+    rules = make_rules(forward, kwargs["mask_function"])
+
+    def whole_mask() -> Any:
+        function = kwargs["mask_function"]
+        plain = {**kwargs, "q_length": forward.length, "kv_length": forward.length, "attention_mask": forward.visible}
+        if any(forward.documents):
+            ids = torch.zeros(forward.batch, forward.length, dtype=torch.int64, device=kwargs.get("device", "cpu"))
+            for row, starts in enumerate(forward.documents):
+                ids[row, list(starts)[1:]] = 1
+            function = and_masks(function, packed_sequence_mask_function(ids.cumsum(-1)))
+            plain["allow_is_causal_skip"] = False
+        return original(**{**plain, "mask_function": function})
+
+    return BoundRule(forward, rules, whole_mask)
+
+
+def _attention_over(backend: str) -> Callable[..., Any]:
+    def longspan_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, BoundRule):
+            if ACTIVE.get() is not None:
+                raise ValueError(
+                    f"{_name(module)} was given {type(attention_mask).__name__} instead of the mask that longspan "
+                    "made: this model builds its own, which does not know of the split"
+                )
+            plain = original_attention(module, backend)
+            return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        forward = attention_mask.forward
+        options = _understood(module, attention_mask, kwargs)
+        forward.seen.add(id(module))
+        if forward.idle:
+            query, key, value = query[:, :, :0], key[:, :, :0], value[:, :, :0]
+        if forward.kernel == "model":
+            plain = original_attention(module, backend)
+            out = _model_attention(plain, module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        else:
+            out = attend(
+                query,
+                key,
+                value,
+                cp=forward.cp,
+                rule=attention_mask.rules,
+                scheme=forward.scheme,
+                kernel=forward.kernel,
+                stages=forward.stages,
+                scale=scaling,
+                dropout=dropout,
+                **options,
+            )
+        if forward.idle:
+            out = F.pad(out, (0, 0, 0, 1))
+        return out.transpose(1, 2).contiguous(), None
+
+    return longspan_attention
+
+
+def _name(module: nn.Module) -> str:
+    layer = getattr(module, "layer_idx", None)
+    return type(module).__name__ + ("" if layer is None else f" of layer {layer}")
+
+
+def _understood(module: nn.Module, bound: BoundRule, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of attend() that the model's keywords mean. Raises ValueError for one that nobody would honour."""
+    options: dict[str, Any] = {}
+    for key, value in kwargs.items():
+        if key in NEUTRAL or value is None or value is False:
+            continue
+        if key == "softcap":
+            options["softcap"] = float(value)
+        elif key in SINKS:
+            options["sinks"] = value
+        elif key == "sliding_window":
+            reach = bound.rules[0].behind if bound.rules else value - 1
+            if reach is None or reach + 1 != value:
+                raise ValueError(
+                    f"{_name(module)} asks for sliding_window={value}, but its mask allows "
+                    f"{'any distance' if reach is None else f'{reach + 1} keys'}"
+                )
+        else:
+            raise ValueError(f"{_name(module)} passes {key!r} to attention, which longspan does not support")
+    sinks = getattr(module, "sinks", None)
+    if isinstance(sinks, Tensor) and "sinks" not in options:
+        raise ValueError(f"{_name(module)} has attention sinks but does not pass them to attention")
+    return options
+
+
+class _SomeHeads:
+    """A view of an attention module whose per-head attributes are this rank's: original attention functions read
+    `num_key_value_groups` and `sinks` from the module."""
+
+    def __init__(self, module: nn.Module, sinks: Tensor | None) -> None:
+        self._module = module
+        self.num_key_value_groups = 1  # keys arrive repeated, one per query head
+        if sinks is not None:
+            self.sinks = sinks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _model_attention(
+    plain: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bound: BoundRule,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """ulysses around the model's own attention function, with its own whole mask and keywords. [B, H, rows, Dv]"""
+    if dropout:
+        raise ValueError(f"{_name(module)} has attention dropout {dropout}, unlike any one rank's; set it to 0")
+    forward = bound.forward
+    cp = forward.cp
+    split = split_heads(query.shape[1], key.shape[1], cp.size)
+    cp.traffic.attention_calls += 1
+    q, k, v = to_heads(query, key, value, cp=cp, split=split, expand=True)
+    kwargs = {name: _cut_heads(value, forward, split) if name in SINKS else value for name, value in kwargs.items()}
+    sinks = getattr(module, "sinks", None)
+    view = _SomeHeads(module, _cut_heads(sinks, forward, split) if isinstance(sinks, Tensor) else None)
+    everything = Span(0, forward.length)
+    whole = sum(rule.pairs(everything, everything) for rule in bound.rules)
+    cp.traffic.pairs += whole * split.query[cp.rank].size / query.shape[1]
+    if q.shape[1] == 0:
+        return cp.to_rows(v, split.query)
+    kwargs.pop("position_ids", None)  # this rank's; some backends would read packing from them
+    out, _ = plain(view, q, k, v, bound.whole_mask(), dropout=dropout, scaling=scaling, **kwargs)
+    return cp.to_rows(out.transpose(1, 2), split.query)
+
+
+def _cut_heads(per_head: Tensor | None, forward: Forward, split: HeadSplit) -> Tensor | None:
+    return None if per_head is None else own_heads(per_head, cp=forward.cp, split=split)
