@@ -145,13 +145,13 @@ def test_bytes_are_ids_and_the_tokenizer_reloads(tmp_path):
 
 
 def test_text_files_and_folders(tmp_path):
-    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "b.txt").write_bytes(b"two\r\n")
     (tmp_path / "a.txt").write_text("öne")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / ".hidden").write_text("no")
     tokenizer = byte_tokenizer()
     found = list(read_documents(DataConfig(source=str(tmp_path)), tokenizer))
-    assert [d.ids.tolist() for d in found] == [[*"öne".encode(), 256], [*b"two", 256]]
+    assert [d.ids.tolist() for d in found] == [[*"öne".encode(), 256], [*b"two\r\n", 256]]
     assert all(d.targets.all() for d in found)
     (tmp_path / "c.txt").write_bytes(b"ab\xff")
     with pytest.raises(ConfigError, match=r"c.txt is not UTF-8 text .* byte 2"):
@@ -229,6 +229,13 @@ def test_bad_sources_are_one_clear_error(tmp_path, name, content, message):
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         load_rows(DataConfig(source=str(tmp_path / name)), byte_tokenizer())
+
+
+def test_a_tokenizer_that_is_not_there_is_one_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.tokenizer = '.*nowhere'"):
+        load_tokenizer(DataConfig(tokenizer=str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"data.chat_template = 'no.jinja': there is no such file"):
+        load_tokenizer(DataConfig(chat_template="no.jinja"))
 
 
 def test_the_format_that_is_asked_for_must_be_there(tmp_path):

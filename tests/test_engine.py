@@ -138,8 +138,8 @@ def test_tied_embeddings_train_and_export_alike(run_ranks, folder):
         torch.testing.assert_close(model.lm_head.weight.data, weights["lm_head.weight"], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+
+@pytest.mark.parametrize(("wrap", "cp"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2), ("ddp", 2)])
 def test_bf16_keeps_float32_weights(run_ranks, folder, wrap, cp):
     changes = EXPORT | {"model.dtype": "float32", "train.micro_rows": 2}
     (_, expected, _), *_ = run_ranks(run, 1, str(folder / "one"), changes)
@@ -325,9 +325,10 @@ def test_visible_pairs_by_counting():
     for length in range(20):
         for window in (None, 1, 3, 19, 40):
             counted = sum(min(query + 1, window or length) for query in range(length))
-            assert metrics.visible_pairs(length, window) == counted
-    layers = PretrainedConfig(sliding_window=8, layer_types=["full_attention", "sliding_attention"])
-    assert metrics.layer_windows(layers) == [None, 8]
+            assert metrics.visible_pairs(length, window=window) == counted
+        assert metrics.visible_pairs(length, chunk=4) == sum(query % 4 + 1 for query in range(length))
+    layers = PretrainedConfig(sliding_window=2, layer_types=["full_attention", "sliding_attention"])
+    assert metrics.layer_pairs(layers, [3, 1]) == (6 + 1) + (5 + 1)
 
 
 def test_slurm_becomes_torchrun():

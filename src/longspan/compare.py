@@ -456,7 +456,7 @@ def run(side: Side) -> Curve:
         raise ConfigError(f"{side.label} could not start, see above")
     if code:
         raise RunFailed(f"{side.label} failed with exit code {code}, see above; its folder is {side.folder}")
-    return dataclasses.replace(read_run(side.folder), name=f"{side.label} ({side.folder})")
+    return read_run(side.folder)
 
 
 class RunFailed(RuntimeError):
@@ -568,7 +568,7 @@ def plot(comparison: Comparison, path: Path) -> None:
     else:
         bottom.set_yticks([])
         bottom.text(0.5, 0.4, "no step differs", ha="center", transform=bottom.transAxes)
-    bottom.legend(frameon=False, fontsize="small")
+    bottom.legend(frameon=False, fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

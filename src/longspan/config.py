@@ -275,7 +275,7 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
     wanted = dict if kind == dict[str, Any] else kind
     if type(value) is not wanted:  # not isinstance: `true` is no integer
         raise ConfigError(f"{name} = {value!r}{where} is {_KINDS[type(value)]}; expected {_KINDS[wanted]}")
-    if kind is float and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} = {value}{where} is not a finite number")
     return value
 

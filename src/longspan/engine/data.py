@@ -32,7 +32,10 @@ def load_tokenizer(config: DataConfig, *, trust_remote_code: bool = False) -> Pr
     if config.tokenizer == "bytes":
         tokenizer = byte_tokenizer()
     else:
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=trust_remote_code)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.tokenizer = {config.tokenizer!r}: {' '.join(str(error).split())}") from error
     if config.chat_template:
         tokenizer.chat_template = _existing(config.chat_template, "data.chat_template").read_text(encoding="utf-8")
     return tokenizer
@@ -61,7 +64,7 @@ def _records(config: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, record); a text file is a record with the one field `text`."""
     if config.source == "stdlib":
         for file in _stdlib_files():
-            yield file.name, {"text": file.read_text(encoding="utf-8", errors="replace")}
+            yield file.name, {"text": file.read_bytes().decode("utf-8", errors="replace")}
         return
     path = Path(config.source).expanduser()
     if path.is_dir():
@@ -105,7 +108,7 @@ def _files(folder: str | Path, skip: Collection[str] = ()) -> list[Path]:
 
 def _text(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        yield str(file), {"text": file.read_text(encoding="utf-8")}
+        yield str(file), {"text": file.read_bytes().decode("utf-8")}  # line ends as they are
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); remove or convert it"
@@ -143,7 +146,8 @@ def _from_datasets(name: str, config: DataConfig, arguments: dict[str, Any]) -> 
         import datasets  # an optional dependency, and slow to import
     except ImportError as error:
         raise ConfigError(
-            f"data.source = {config.source!r} needs the `datasets` package: pip install 'longspan[data]'"
+            f"data.source = {config.source!r} is no text, JSON or JSON lines here, and anything else needs the "
+            "`datasets` package: pip install 'longspan[data]'"
         ) from error
     try:
         table = datasets.load_dataset(name, split=config.split, **arguments)

@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -83,22 +84,35 @@ def _truncate(path: Path, after_step: int) -> None:
     os.replace(draft, path)
 
 
-def visible_pairs(length: int, window: int | None) -> int:
-    """Causal pairs of a document: query i sees itself and what is before it, at most `window` keys."""
+def visible_pairs(length: int, *, window: int | None = None, chunk: int | None = None) -> int:
+    """Causal pairs of a document: query i sees itself and what is before it, at most `window` keys, or of its chunk."""
+    if chunk is not None:
+        whole, rest = divmod(length, chunk)
+        return whole * visible_pairs(chunk) + visible_pairs(rest)
     reach = length if window is None else min(window, length)
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
-def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Per attention layer how many keys a query may see; None is all."""
+def layer_pairs(config: PretrainedConfig, documents: Iterable[int]) -> int:
+    """Causal pairs of documents of these lengths, summed over the attention layers."""
+    lengths = list(documents)
+    limits = Counter(_limits(config))
+    return sum(
+        count * sum(visible_pairs(length, window=window, chunk=chunk) for length in lengths)
+        for (window, chunk), count in limits.items()
+    )
+
+
+def _limits(config: PretrainedConfig) -> list[tuple[int | None, int | None]]:
+    """Per attention layer its (window, chunk); None is no limit."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         sliding = window if getattr(config, "use_sliding_window", True) else None
-        return [sliding] * config.num_hidden_layers
-    reach = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
-    return [reach[kind] for kind in kinds if kind in reach]
+        return [(sliding, None)] * config.num_hidden_layers
+    known = {"full_attention": (None, None), "sliding_attention": (window, None), "chunked_attention": (None, chunk)}
+    return [known[kind] for kind in kinds if kind in known]
 
 
 def active_weights(model: PreTrainedModel) -> int:
@@ -123,10 +137,7 @@ def step_flops(model: PreTrainedModel, weights: int, tokens: int, documents: Ite
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    lengths = list(documents)
-    windows = layer_windows(config)
-    pairs = {window: sum(visible_pairs(length, window) for length in lengths) for window in set(windows)}
-    return 6.0 * weights * tokens + sum(12.0 * heads * width * pairs[window] for window in windows)
+    return 6.0 * weights * tokens + 12.0 * heads * width * layer_pairs(config, documents)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -23,9 +24,11 @@ def seed_step(seed: int, step: int, dp_rank: int) -> None:
 
 @contextmanager
 def numerics(train: TrainConfig) -> Iterator[None]:
-    """Deterministic algorithms where asked for, and no warnings about torch by torch; puts back what it changed."""
+    """Deterministic algorithms where asked for, and no warnings about torch by torch; puts back what the run
+    changed in this process."""
     before = torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
+    level = logging.getLogger("longspan").level
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -37,6 +40,7 @@ def numerics(train: TrainConfig) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         torch.set_num_threads(threads)
+        logging.getLogger("longspan").setLevel(level)
 
 
 @contextmanager

@@ -109,6 +109,8 @@ def _train(
     # All that can be wrong with the configuration shows before the run folder is touched.
     mesh = init_mesh(config.mesh.dp, config.mesh.cp)
     rank = dist.get_rank()
+    if rank > 0:
+        logging.getLogger("longspan").setLevel(logging.ERROR)  # notes and warnings are the same everywhere
     torch.set_num_threads(cpu_threads(config.train.threads, local_world_size()))
     _check(config, mesh["dp"].size())
     tokenizer = load_tokenizer(config.data, trust_remote_code=config.model.trust_remote_code)
@@ -343,8 +345,7 @@ def _work(run: _Run, indices: np.ndarray) -> tuple[float, float, float]:
         measured = report(run.model)
         return measured["tokens"], measured["pairs"], measured["bytes_sent"]
     lengths = [length for row in document_lengths(run.rows, indices) for length in row]
-    windows = metrics.layer_windows(run.model.config.get_text_config())
-    return sum(lengths), sum(metrics.visible_pairs(length, window) for window in windows for length in lengths), 0
+    return sum(lengths), metrics.layer_pairs(run.model.config.get_text_config(), lengths), 0
 
 
 @torch.no_grad()

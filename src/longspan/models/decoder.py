@@ -200,7 +200,15 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
     bound = ContextParallel(
         state.cp.mesh, layout=name, gradient=state.cp.gradient, check_batch=state.cp.check_batch
     ).bind(length, boundaries)
-    return Forward(bound, batch, visible, documents, state.scheme, state.kernel, state.stages)
+    return Forward(
+        bound,
+        batch=batch,
+        visible=visible,
+        documents=documents,
+        scheme=state.scheme,
+        kernel=state.kernel,
+        stages=state.stages,
+    )
 
 
 def _visible(mask: Any, batch: int, length: int) -> Tensor | None:

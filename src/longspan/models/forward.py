@@ -8,7 +8,6 @@ through the layers as their `attention_mask`, through activation checkpointing a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,18 +19,29 @@ from longspan.comm import ContextParallel
 from longspan.rule import Rule
 
 
-@dataclass(frozen=True, eq=False)
 class Forward:
-    """A whole batch, described: [B, S] tokens, which of them are real, where documents begin."""
+    """A whole batch, described: [B, S] tokens, which of them are real, where documents begin. Never changed once made.
 
-    cp: ContextParallel  # bound to S
-    batch: int
-    visible: Tensor | None  # bool [B, S], None where all tokens are real
-    documents: tuple[tuple[int, ...], ...]  # per batch row; () is one document
-    scheme: str
-    kernel: str
-    stages: int | None
-    seen: set[int] = field(default_factory=set)  # ids of attention modules that attended
+    Not a dataclass: FSDP2 copies the dataclasses among a layer's arguments, and this must stay one object.
+    """
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        *,
+        batch: int,
+        visible: Tensor | None,
+        documents: tuple[tuple[int, ...], ...],
+        scheme: str,
+        kernel: str,
+        stages: int | None,
+    ) -> None:
+        self.cp = cp  # bound to S
+        self.batch = batch
+        self.visible = visible  # bool [B, S], None where all tokens are real
+        self.documents = documents  # first positions per batch row; () is one document
+        self.scheme, self.kernel, self.stages = scheme, kernel, stages
+        self.seen: set[int] = set()  # ids of attention modules that attended
 
     @property
     def length(self) -> int:
@@ -53,13 +63,13 @@ class Forward:
         return [None] * self.batch if self.visible is None else list(self.visible.cpu().numpy())
 
 
-@dataclass(frozen=True, eq=False)
 class BoundRule:
     """What a layer's attention may see in this forward. Stands where transformers expects a mask."""
 
-    forward: Forward
-    rules: tuple[Rule, ...]  # per batch row
-    whole_mask: Callable[[], Any]  # the model's own mask of the whole sequence, for kernel="model"
+    def __init__(self, forward: Forward, rules: tuple[Rule, ...], whole_mask: Callable[[], Any]) -> None:
+        self.forward = forward
+        self.rules = rules  # per batch row
+        self.whole_mask = whole_mask  # makes the model's own mask of the whole sequence, for kernel="model"
 
 
 def document_starts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -118,6 +118,10 @@ def _attention_over(backend: str) -> Callable[..., Any]:
         forward = attention_mask.forward
         options = _understood(module, attention_mask, kwargs)
         forward.seen.add(id(module))
+        if torch.is_autocast_enabled(query.device.type):
+            # As torch's own attention does; RoPE may have widened queries and keys only.
+            half = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(half), key.to(half), value.to(half)
         if forward.idle:
             query, key, value = query[:, :, :0], key[:, :, :0], value[:, :, :0]
         if forward.kernel == "model":
