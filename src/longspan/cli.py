@@ -124,8 +124,8 @@ def _print_plan(config: Config, world_size: int) -> None:
 
 
 def _train_here(config: Config, rank: int) -> int:
-    # Read when torch loads its OpenMP. By default its threads spin at every barrier: wherever there are more runnable
-    # threads than cores, each waits for one that is not running (measured: 6 times slower beside another job).
+    # Read when torch loads its OpenMP. By default threads spin at every barrier; wherever more are runnable than there
+    # are cores, each spins for one that is not running (2 cores beside other jobs, measured: 1.6 to 4 times slower).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with launch.CtrlC() as ctrl_c:
         from longspan.engine.train import train

@@ -1,4 +1,4 @@
-"""What a run sets for its process, and puts back: threads, determinism, seeds, signals."""
+"""What a run sets for its process, and puts back: threads, determinism, seeds, signals, and fp64 that stays fp64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from longspan.config import TrainConfig
 
@@ -41,6 +43,30 @@ def numerics(train: TrainConfig) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
         torch.set_num_threads(threads)
         logging.getLogger("longspan").setLevel(level)
+
+
+class StayFloat64(TorchFunctionMode):
+    """Inside it, what is float64 is not narrowed to float32.
+
+    Models written for half precision widen to float32 on the way (norms, softmaxes, routers), which in a float64 model
+    narrows: a difference of 1e-16 then becomes one of 1e-7 wherever it flips a rounding, and curves of two correct
+    runs part. Covers the thread it is entered on, so on CPU the recomputation in the backward too.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if wide and function is torch.Tensor.float:
+            return args[0]
+        if wide and (any(each is torch.float32 for each in args) or kwargs.get("dtype") is torch.float32):
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {**kwargs, **({"dtype": torch.float64} if "dtype" in kwargs else {})}
+        return function(*args, **kwargs)
+
+
+def precise(dtype: torch.dtype) -> AbstractContextManager:
+    """The context of forwards and backwards of a model of this dtype."""
+    return StayFloat64() if dtype == torch.float64 else nullcontext()
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from longspan.engine.build import build_model
 from longspan.engine.data import load_rows, load_tokenizer
 from longspan.engine.mesh import gather_vector, init_mesh, local_device, local_world_size
 from longspan.engine.packing import Rows, collate, document_lengths, step_rows
-from longspan.engine.process import cpu_threads, numerics, seed_step, stop_signals
+from longspan.engine.process import cpu_threads, numerics, precise, seed_step, stop_signals
 from longspan.engine.progress import Progress
 from longspan.engine.wrap import compute, resolve_wrap, synchronise, wrap_model
 from longspan.models import parallelize, report
@@ -317,7 +317,7 @@ def _accumulate(run: _Run, micro_batches: np.ndarray, items: float) -> tuple[flo
     work = np.zeros(3)
     for number, indices in enumerate(micro_batches):
         batch = _batch(run, indices)
-        with synchronise(run.module, last=number == len(micro_batches) - 1):
+        with synchronise(run.module, last=number == len(micro_batches) - 1), precise(run.model.dtype):
             with compute(run.module, run.config.train.precision):
                 loss = _loss(run, batch, items)
             loss.backward()
@@ -364,7 +364,7 @@ def _validate(run: _Run) -> float:
             # Ranks that run out still join every collective, with nothing to predict.
             batch["labels"].fill_(-100)
             batch["shift_labels"].fill_(-100)
-        with compute(run.module, run.config.train.precision):
+        with compute(run.module, run.config.train.precision), precise(run.model.dtype):
             total += float(_loss(run, batch, targets))
     if isinstance(run.module, FSDPModule):
         run.module.reshard()
