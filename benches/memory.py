@@ -112,7 +112,8 @@ def main() -> None:
             mp.start_processes(work, (ranks, args, folder), nprocs=ranks, start_method="spawn")
             peaks[ranks] = json.loads(Path(folder, "peaks.json").read_text())
     print(f"peak live bytes of the busiest rank, {args.scheme}, torch {torch.__version__}")
-    print(f"{'ranks':>6}" + "".join(f"{length:>14,}" for length in args.seq) + f"{'bytes/token':>14}{'x ranks/one':>13}")
+    lengths = "".join(f"{length:>14,}" for length in args.seq)
+    print(f"{'ranks':>6}{lengths}{'bytes/token':>14}{'x ranks/one':>13}")
     slopes = {n: (p[-1] - p[0]) / (args.seq[-1] - args.seq[0]) for n, p in peaks.items()}
     for n, row in peaks.items():
         relative = slopes[n] * n / slopes[args.ranks[0]] / args.ranks[0]

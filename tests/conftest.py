@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from ranks import Pool
 
 

@@ -200,6 +200,9 @@ def test_what_only_a_worker_can_find_out(here):
     assert code == 2, out + err
     assert err.startswith("longspan: error: ") and err.count("\n") == 1 and "nonesuch" in err
     assert not (here / "run").exists()
+    code, out, err = finish(longspan("train", "tiny.toml", "--nproc", "2", "model.config.attention_dropout=0.1"))
+    assert code == 2 and "dropout 0.1" in err and err.count("\n") == 1, out + err
+    assert not (here / "run").exists()
 
 
 def test_under_torchrun(here):

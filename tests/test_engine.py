@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from longspan.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
+from longspan.config import CheckpointConfig, Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig
 from longspan.engine import checkpoint, metrics
+from longspan.engine.build import build_model
+from longspan.engine.data import load_tokenizer
 from longspan.engine.mesh import _adopt_slurm, _first_node, init_mesh
 from longspan.engine.optim import learning_rate
 from longspan.engine.train import train
@@ -225,7 +227,7 @@ def raises(folder, changes):
         (2, {"parallel.wrap": "none"}, r"parallel.wrap = 'none' on 2 ranks"),
         (1, {"train.validate_every": 1, "data.validation_rows": 0}, "data.validation_rows = 0"),
         (1, {"model.config": {}}, "exactly one of model.path and model.config"),
-        (1, {"model.config": {"model_type": "lama"}}, "model_type 'lama'"),
+        (1, {"model.config": {"model_type": "lama"}}, "model_type = 'lama'"),
         (1, {"model.config": MODEL | {"vocab_size": 100}}, "the model's vocabulary is 100"),
         (1, {"model.config": {}, "model.path": "./nowhere"}, "there is no such folder"),
         (1, {"train.precision": "bf16"}, "use float32 master weights"),
@@ -358,3 +360,15 @@ def mesh_shape(dp, cp):
 def test_cp_peers_are_neighbours(run_ranks):
     results = run_ranks(mesh_shape, 4, 0, 2)
     assert results == [(("dp", "cp"), (2, 2), rank % 2) for rank in range(4)]
+
+
+def test_model_fields_are_checked():
+    tokenizer = load_tokenizer(DataConfig())
+    for fields, word in (
+        ({"model_type": "lama"}, "llama"),
+        ({**MODEL, "hidden_sizes": 3}, "did you mean 'hidden_size'"),
+        ({**MODEL, "hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_size": 32}, "model_type"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            build_model(ModelConfig(config=fields), tokenizer, sequence_length=64)

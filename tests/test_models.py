@@ -6,12 +6,12 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import CONFIGS, batch, build, gradient_error, gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification
 
 import longspan
 from longspan import ContextParallel, scoring
+from tiny import CONFIGS, batch, build, gradient_error, gradients
 
 IGNORE = -100
 SIX = ("llama", "qwen3", "mistral", "gemma3_text", "gpt2", "mixtral")
@@ -123,6 +123,45 @@ def test_wrapped_gradients_equal_one_rank(run_ranks, kind):
                 assert loss <= 1e-5 and gradient <= 1e-5 and same, (dp, cp, wrap, scheme, loss, gradient, same)
 
 
+def body_fsdp_defaults():
+    """bf16 under FSDP2's own policy, which casts (and copies dataclasses among) a layer's arguments."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    ids = batch(2, 61)
+    losses = []
+    for half in (False, True):
+        model = longspan.parallelize(build("llama"), world()).train()
+        if half:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for layer in model.model.layers:
+                fully_shard(layer, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_fsdp2_mixed_precision_with_its_defaults(run_ranks):
+    for full, half in run_ranks(body_fsdp_defaults, 2):
+        assert 0 < abs(full - half) < 0.05 * full
+
+
+def body_sum():
+    ids = batch(2, 61)
+    plain = build("llama").train()
+    plain(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model = longspan.parallelize(build("llama"), world(), gradient="sum").train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return gradient_error(gradients(model), gradients(plain))
+
+
+def test_gradients_for_engines_that_sum(run_ranks):
+    assert max(run_ranks(body_sum, 4)) <= 1e-5
+
+
 # -- inputs ----------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +257,8 @@ def body_packed(kind):
         for scheme in SCHEMES:
             for layout in ("auto", "contiguous"):
                 options = {"scheme": scheme, "layout": layout}
-                split_loss, found, split_logits = split_step(kind, labels, options, input_ids=ids, position_ids=positions)
+                inputs = {"input_ids": ids, "position_ids": positions}
+                split_loss, found, split_logits = split_step(kind, labels, options, **inputs)
                 results[tuple(lengths), scheme, layout] = (
                     float((split_loss - loss).abs()),
                     gradient_error(found, truth),

@@ -78,7 +78,7 @@ def test_everything_agrees_with_the_definition(small_tiles):
             elif kind is Kind.CAUSAL:
                 assert q == k and torch.equal(part, torch.ones_like(part).tril())
             covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
-            for block in rule.blocks(q, k):
+            for block in rule.blocks([q], [k]):
                 seen = truth[block.q.start : block.q.stop, block.k.start : block.k.stop]
                 if block.kind is Kind.FULL:
                     assert seen.all()
@@ -93,11 +93,11 @@ def test_everything_agrees_with_the_definition(small_tiles):
 
 def test_plain_causal_is_one_square_and_windows_are_mostly_unmasked():
     whole = Span(0, 5000)
-    assert list(Rule.causal().blocks(whole, whole)) == [Block(whole, whole, Kind.CAUSAL)]
-    blocks = list(Rule.causal().windowed(512).blocks(whole, whole))
+    assert list(Rule.causal().blocks([whole], [whole])) == [Block(whole, whole, Kind.CAUSAL)]
+    blocks = list(Rule.causal().windowed(512).blocks([whole], [whole]))
     area = sum(b.q.size * b.k.size for b in blocks)
     assert area < 1.5 * 512 * 5000
-    assert len(list(Rule.causal().packed(range(0, 5000, 100)).blocks(whole, whole))) == 50
+    assert len(list(Rule.causal().packed(range(0, 5000, 100)).blocks([whole], [whole]))) == 50
 
 
 def test_merging_keeps_the_pattern():
@@ -106,7 +106,7 @@ def test_merging_keeps_the_pattern():
         cuts = sorted(set(rng.integers(1, 40, size=5).tolist()))
         spans = [Span(a, b) for a, b in itertools.pairwise([0, *cuts, 40])]
         rule = Rule.causal().packed([int(rng.integers(1, 40))]) if rng.random() < 0.5 else Rule.causal()
-        blocks = [b for q in spans for k in spans for b in rule.blocks(q, k)]
+        blocks = [b for q in spans for k in spans for b in rule.blocks([q], [k])]
         picture = torch.zeros(40, 40, dtype=torch.int64)
         for b in merge_blocks(blocks):
             tile = torch.ones(b.q.size, b.k.size, dtype=torch.int64)
@@ -115,12 +115,12 @@ def test_merging_keeps_the_pattern():
         assert torch.equal(picture, rule.mask(every, every).long())
     whole = Span(0, 40)
     pieces = [Span(a, a + 10) for a in range(0, 40, 10)]
-    assert merge_blocks(b for q in pieces for k in pieces for b in Rule.causal().blocks(q, k)) == [
+    assert merge_blocks(b for q in pieces for k in pieces for b in Rule.causal().blocks([q], [k])) == [
         Block(whole, whole, Kind.CAUSAL)
     ]
 
 
 def test_refusals():
     for make in (lambda: Rule.causal().windowed(0), lambda: Rule.causal().chunked(0), lambda: Rule(behind=-1)):
-        with pytest.raises(ValueError, match="-1|at least 1"):
+        with pytest.raises(ValueError, match=r"-1|at least 1"):
             make()

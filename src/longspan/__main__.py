@@ -1,6 +1,6 @@
 """`python -m longspan`: what workers and comparisons start, without needing the script on the PATH."""
 
-from longspan.cli import main
+from longspan.cli import entry
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    entry()

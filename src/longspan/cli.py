@@ -37,6 +37,18 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
 
+def entry() -> NoReturn:
+    """What the `longspan` script calls."""
+    code = main()
+    if "RANK" in os.environ:
+        # One of several ranks, done, its files closed. Ending the interpreter in order would race with gloo's threads,
+        # which may still hold tensors: "terminate called without an active exception", now and then, on a busy host.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

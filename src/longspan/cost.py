@@ -56,9 +56,11 @@ def cheaper_scheme(
     because uneven heads are uneven work."""
     if heads % size:
         return "exchange"
-    shape = {"rows": length // size, "size": size, "kv_heads": kv_heads, "width": width, "value_width": value_width}
-    return (
-        "ulysses"
-        if ulysses_elements(**shape, heads=heads) < exchange_elements(**shape, needed=needed)
-        else "exchange"
+    rows = length // size
+    over_heads = ulysses_elements(
+        rows=rows, size=size, heads=heads, kv_heads=kv_heads, width=width, value_width=value_width
     )
+    over_keys = exchange_elements(
+        rows=rows, size=size, kv_heads=kv_heads, width=width, value_width=value_width, needed=needed
+    )
+    return "ulysses" if over_heads < over_keys else "exchange"

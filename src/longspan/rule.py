@@ -56,6 +56,15 @@ class Block(NamedTuple):
     kind: Kind
 
 
+class Corners(NamedTuple):
+    """low and high at the first and the last query of a span."""
+
+    low_first: int
+    low_last: int
+    high_first: int
+    high_last: int
+
+
 @dataclass(frozen=True)
 class Rule:
     """Visibility for one sequence. Build it with `causal()` or `bidirectional()` and refine it:
@@ -182,10 +191,17 @@ class Rule:
         """What the rectangle q x k looks like. EMPTY, FULL and CAUSAL are certain; PARTIAL may hold any pattern."""
         if q.size < 1 or k.size < 1:
             return Kind.EMPTY
-        corners = np.array([q.start, q.stop - 1], dtype=np.int64)
-        (low_first, low_last), (high_first, high_last) = (b.tolist() for b in self.bounds(corners))
+        return self._classify(q, k, self._corners([q])[0])
+
+    def _corners(self, pieces: Sequence[Span]) -> list[Corners]:
+        """The bounds at the first and last query of each piece; they grow in between."""
+        ends = np.array([[piece.start, piece.stop - 1] for piece in pieces], dtype=np.int64).reshape(-1)
+        low, high = self.bounds(ends)
+        return list(map(Corners, low[::2].tolist(), low[1::2].tolist(), high[::2].tolist(), high[1::2].tolist()))
+
+    def _classify(self, q: Span, k: Span, at: Corners) -> Kind:
         visible = self._keys_within(k)
-        if not visible or visible[-1].stop <= low_first or visible[0].start >= high_last:
+        if not visible or visible[-1].stop <= at.low_first or visible[0].start >= at.high_last:
             return Kind.EMPTY
         if self.index is not None:
             seen = self._span_mask(q, k)
@@ -198,9 +214,9 @@ class Rule:
             return Kind.PARTIAL
         if visible != [k]:
             return Kind.PARTIAL
-        if low_last <= k.start and high_first >= k.stop:
+        if at.low_last <= k.start and at.high_first >= k.stop:
             return Kind.FULL
-        if q == k and self.ahead == 0 and low_last <= k.start and high_last >= k.stop:
+        if q == k and self.ahead == 0 and at.low_last <= k.start and at.high_last >= k.stop:
             return Kind.CAUSAL
         return Kind.PARTIAL
 
@@ -217,34 +233,41 @@ class Rule:
             for part in self._keys_within(k)
         )
 
-    def blocks(self, q: Span, k: Span) -> Iterator[Block]:
-        """Cuts the rectangle q x k into blocks that cover exactly its visible pairs, PARTIAL ones at most TILE wide.
+    def blocks(self, queries: Sequence[Span], keys: Sequence[Span]) -> Iterator[Block]:
+        """Cuts the rectangles of queries x keys into blocks that cover exactly their visible pairs, PARTIAL ones at
+        most TILE wide. Neither list overlaps itself; `keys` ascend. Of many keys, only those in reach are looked at.
 
         Queries are cut where their document or chunk begins, and to a fraction of a window; the keys of such a piece
         are a band whose middle is FULL, whose lower edge (window) and upper edge (causal) are squares.
         """
-        for piece in self._query_pieces(q):
-            corners = np.array([piece.start, piece.stop - 1], dtype=np.int64)
-            (low_first, low_last), (high_first, high_last) = (b.tolist() for b in self.bounds(corners))
-            for part in self._keys_within(Span(max(k.start, low_first), min(k.stop, high_last))):
-                if self.index is not None:
-                    areas = [part]
-                elif self.ahead == 0 and part.start <= piece.start and part.stop == piece.stop >= low_last:
-                    # the causal square as one piece, so that kernels may use their own causal path
-                    square = max(piece.start, part.start)
-                    areas = [*_cut(Span(part.start, square), [low_last]), Span(square, part.stop)]
-                else:
-                    areas = _cut(part, [low_last, high_first])
-                for area in areas:
-                    yield from self._settle(piece, area)
+        stops = [k.stop for k in keys]
+        pieces = [piece for q in queries for piece in self._query_pieces(q)]
+        for piece, at in zip(pieces, self._corners(pieces)):
+            for i in range(bisect.bisect_right(stops, at.low_first), len(keys)):
+                k = keys[i]
+                if k.start >= at.high_last:
+                    break
+                for part in self._keys_within(Span(max(k.start, at.low_first), min(k.stop, at.high_last))):
+                    for area in self._areas(piece, part, at):
+                        yield from self._settle(piece, area, at)
 
-    def _settle(self, q: Span, k: Span) -> Iterator[Block]:
+    def _areas(self, q: Span, k: Span, at: Corners) -> list[Span]:
+        """The keys k of a query piece, cut where the piece's band begins and ends to be FULL."""
+        if self.index is not None:
+            return [k]
+        if self.ahead == 0 and k.start <= q.start and k.stop == q.stop >= at.low_last:
+            # the causal square as one piece, so that kernels may use their own causal path
+            return [*_cut(Span(k.start, q.start), [at.low_last]), Span(q.start, k.stop)]
+        return _cut(k, [at.low_last, at.high_first])
+
+    def _settle(self, q: Span, k: Span, at: Corners) -> Iterator[Block]:
         """Emits q x k as one block, or as tiles where it is PARTIAL (or can be classified only by evaluation)."""
-        if self.index is None or (q.size <= TILE and k.size <= TILE):
-            kind = self.classify(q, k)
+        small = q.size <= TILE and k.size <= TILE
+        if self.index is None or small:
+            kind = self._classify(q, k, at)
             if kind is Kind.EMPTY:
                 return
-            if kind is not Kind.PARTIAL or (q.size <= TILE and k.size <= TILE):
+            if kind is not Kind.PARTIAL or small:
                 yield Block(q, k, kind)
                 return
         for a in _tiles(q):

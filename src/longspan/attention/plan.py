@@ -8,11 +8,15 @@ Batch rows with equal rules are one run and share their blocks.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.layout import Layout, Span, join
@@ -87,7 +91,7 @@ def make_plan(layout: Layout, rank: int, rules: Sequence[Rule], stages: int | No
 @lru_cache(maxsize=64)
 def _make_plan(layout: Layout, rank: int, rules: tuple[Rule, ...], stages: int) -> Plan:
     runs = _runs(rules)
-    touched: dict[Span, list[Span]] = {batch: [] for batch, _ in runs}
+    touched = {batch: np.zeros(layout.row_counts[rank], dtype=bool) for batch, _ in runs}
     planned = [Stage(_pieces(layout, rank, (rank,), runs, None, touched))]
     offsets = list(range(1, layout.size))
     for i in range(stages):
@@ -123,9 +127,7 @@ def _rows_of(layout: Layout, rank: int, positions: Span) -> Span:
 
 def _blocks(layout: Layout, rank: int, source: int, rule: Rule) -> list[Block]:
     """Blocks of rank's queries against source's keys, in positions."""
-    return [
-        block for q in layout.spans[rank] for k in layout.spans[source] for block in rule.blocks(q, k)
-    ]
+    return list(rule.blocks(layout.spans[rank], sorted(layout.spans[source])))
 
 
 def _needed(layout: Layout, rank: int, source: int, runs: list[tuple[Span, Rule]]) -> tuple[Span, ...]:
@@ -148,7 +150,7 @@ def _pieces(
     sources: Sequence[int],
     runs: list[tuple[Span, Rule]],
     fetch: Sequence[tuple[Span, ...]] | None,
-    touched: dict[Span, list[Span]],
+    touched: dict[Span, NDArray[np.bool_]],
 ) -> tuple[Piece, ...]:
     """Kernel calls against the keys of `sources`, in the coordinates of their common buffer."""
     pieces: list[Piece] = []
@@ -157,10 +159,11 @@ def _pieces(
         partial: list[tuple[Block, tuple[Span, Span]]] = []
         offset = 0
         for source in sources:
+            buffer = None if fetch is None else _Buffer(fetch[source], offset)
             for block in _blocks(layout, rank, source, rule):
                 k = _rows_of(layout, source, block.k)
-                if fetch is not None:
-                    k = _in_buffer(k, fetch[source], offset)
+                if buffer is not None:
+                    k = buffer.place(k)
                 moved = Block(_rows_of(layout, rank, block.q), k, block.kind)
                 if block.kind is Kind.PARTIAL:
                     partial.append((moved, (block.q, block.k)))
@@ -170,18 +173,21 @@ def _pieces(
                 offset += sum(span.size for span in fetch[source])
         found = [(block, None) for block in merge_blocks(regular)] + [(b, at) for b, at in partial]
         for block, at in found:
-            seen = touched[batch]
-            first = all(block.q.stop <= span.start or span.stop <= block.q.start for span in seen)
-            seen.append(block.q)
+            seen = touched[batch][block.q.start : block.q.stop]
+            first = not seen.any()
+            seen[:] = True
             pieces.append(Piece(batch, block.q, block.k, block.kind, first, at, rule if at else None))
     return tuple(pieces)
 
 
-def _in_buffer(rows: Span, fetched: Sequence[Span], offset: int) -> Span:
-    """Where the source's rows stand in the buffer that holds `fetched`, from `offset` on."""
-    for span in fetched:
-        if span.start <= rows.start and rows.stop <= span.stop:
-            start = offset + rows.start - span.start
-            return Span(start, start + rows.size)
-        offset += span.size
-    raise ValueError(f"rows {rows} were not fetched: {fetched}")
+class _Buffer:
+    """Where a source's fetched rows stand in a stage's key buffer, from `offset` on."""
+
+    def __init__(self, fetched: Sequence[Span], offset: int) -> None:
+        self.starts = [span.start for span in fetched]
+        ends = accumulate((span.size for span in fetched), initial=offset)
+        self.moves = [end - span.start for span, end in zip(fetched, ends)]
+
+    def place(self, rows: Span) -> Span:
+        move = self.moves[bisect_right(self.starts, rows.start) - 1]
+        return Span(rows.start + move, rows.stop + move)

@@ -5,13 +5,16 @@ Random weights are a function of `model.seed` and the dtype, not of the mesh: ev
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from longspan.config import ConfigError, ModelConfig
@@ -73,10 +76,26 @@ def _random_model(
     fields.setdefault("bos_token_id", tokenizer.bos_token_id)
     fields.setdefault("eos_token_id", tokenizer.eos_token_id)
     fields.setdefault("pad_token_id", None)
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else f" ({len(CONFIG_MAPPING.keys())} types)"
+        raise ConfigError(f"model.config.model_type = {kind!r} is none that transformers knows{hint}")
     try:
+        _check_fields(kind, fields)
         made = AutoConfig.for_model(kind, **fields)
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
             return AutoModelForCausalLM.from_config(made, dtype=dtype)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.config with model_type {kind!r}: {' '.join(str(error).split())}") from error
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        first = " ".join(str(error).split())
+        raise ConfigError(f"model.config with model_type {kind!r}: {first[:300]}") from error
+
+
+def _check_fields(kind: str, fields: dict[str, Any]) -> None:
+    """transformers keeps any keyword as an attribute; a misspelt one would silently leave its default in force."""
+    plain: Any = CONFIG_MAPPING[kind]
+    known = {*plain().to_dict(), *inspect.signature(plain).parameters, *getattr(plain, "attribute_map", {})}
+    for name in sorted(set(fields) - known):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"model.config.{name} is no field of a {kind} configuration{hint}")

@@ -50,7 +50,7 @@ class StayFloat64(TorchFunctionMode):
 
     Models written for half precision widen to float32 on the way (norms, softmaxes, routers), which in a float64 model
     narrows: a difference of 1e-16 then becomes one of 1e-7 wherever it flips a rounding, and curves of two correct
-    runs part. Covers the thread it is entered on, so on CPU the recomputation in the backward too.
+    runs part. Function modes are off inside backward(): what is recomputed there needs the mode anew.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +65,7 @@ class StayFloat64(TorchFunctionMode):
 
 
 def precise(dtype: torch.dtype) -> AbstractContextManager:
-    """The context of forwards and backwards of a model of this dtype."""
+    """The context of forwards of a model of this dtype."""
     return StayFloat64() if dtype == torch.float64 else nullcontext()
 
 

@@ -27,6 +27,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,6 +120,7 @@ def _train(
     _check_model(config, model, rows)
     plain_config = copy.deepcopy(model.config)
     run = _prepare(config, mesh, model, rows, training_rows, tokenizer)
+    _try_forward(run)
 
     folder = Path(config.folder)
     fingerprint = _fingerprint(rows, training_rows)
@@ -233,12 +235,33 @@ def _prepare(
     )
 
 
+@torch.no_grad()
+def _try_forward(run: _Run) -> None:
+    """One short forward, so that a model which longspan refuses does so before the run folder exists."""
+    if run.mesh["cp"].size() == 1:
+        return
+    ids = torch.zeros(1, 2 * run.mesh["cp"].size(), dtype=torch.int64, device=local_device())
+    batch = {"input_ids": ids, "labels": ids, "shift_labels": ids}
+    run.module.train()
+    try:
+        with compute(run.module, run.config.train.precision):
+            _loss(run, batch, ids.numel())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if isinstance(run.module, FSDPModule):
+        run.module.reshard()
+
+
 def _recompute_blocks(model: PreTrainedModel) -> None:
     """Activation checkpointing of each block, under whichever name this transformers has it."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if model.dtype == torch.float64:
+        # The recomputation runs inside backward(), where no function mode is active.
+        options["context_fn"] = lambda: (nullcontext(), precise(torch.float64))
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable(options)
     else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable(options)
 
 
 def _check(config: Config, dp: int) -> None:

@@ -32,6 +32,7 @@ PER_TOKEN = {
 }
 CACHES = ("cache", "past_key_values")
 WHOLE_OUTPUTS = ("last_hidden_state", "hidden_states", "router_logits")
+SHORT_PIECE = 64  # mean rows of a document per rank, below which layout="auto" does not cut every document
 REQUEST = "longspan_request"
 STATE = "_longspan"
 PLAIN = "_longspan_plain_forward"
@@ -196,7 +197,11 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
     if request is not None:
         request.check(batch, length)
     boundaries = sorted({start for row in documents for start in row})
-    name = ("per_document" if boundaries else "head_tail") if state.layout == "auto" else state.layout
+    name = state.layout
+    if name == "auto":
+        # Cutting every document pays only where the pieces are worth a kernel call.
+        long_documents = len(boundaries) > 1 and length >= len(boundaries) * state.cp.size * SHORT_PIECE
+        name = "per_document" if long_documents else "head_tail"
     bound = ContextParallel(
         state.cp.mesh, layout=name, gradient=state.cp.gradient, check_batch=state.cp.check_batch
     ).bind(length, boundaries)
