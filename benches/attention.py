@@ -99,7 +99,8 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     gradient_local = cp.cut(gradient, 2).contiguous()
 
     def split(scheme: str) -> Callable[[], Tensor]:
-        return lambda: attend(*local, cp=cp, scheme=scheme)
+        stages = args.stages if scheme == "exchange" else None
+        return lambda: attend(*local, cp=cp, scheme=scheme, stages=stages)
 
     contestants: dict[str, tuple[Callable[[], Tensor], list[Tensor], Tensor]] = {
         "exchange": (split("exchange"), local, gradient_local),
@@ -148,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("ranks", 2), ("seq", 4096), ("heads", 8), ("kv-heads", 2), ("width", 64), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--stages", type=int, help="fetch stages of exchange; default as attend() chooses")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     with TemporaryDirectory() as folder:
