@@ -7,7 +7,7 @@ import torch
 
 from longspan.attention import attend
 from longspan.comm import ContextParallel
-from longspan.kernels import CPU_FLASH, NAIVE, add_sinks, merge_, naive_forward
+from longspan.kernels import CPU_FLASH, NAIVE, Block, add_sinks, merge_, naive_forward
 from longspan.layout import Layout, Span, make
 from longspan.rule import Rule
 
@@ -261,12 +261,13 @@ def test_refusals_come_before_any_collective(run_ranks):
 def test_merge_and_kernels_agree():
     q, k, v, _, sinks = draw(1, 4, 2, 40, 8, 8, torch.float64)
     seen = Rule.causal().windowed(6).padded([0] * 7 + [1] * 33).mask(torch.arange(40), torch.arange(40))
-    out_whole, lse_whole = naive_forward(q, k, v, scale=0.5, mask=seen)
+    out_whole, lse_whole = naive_forward(q, k, v, Block(scale=0.5, mask=seen))
     assert (lse_whole[:, :, :7] == -torch.inf).all() and (out_whole[:, :, :7] == 0).all()
     for kernel in (NAIVE, CPU_FLASH):
         out, lse = torch.zeros_like(out_whole), torch.full_like(lse_whole, -torch.inf)
         for a, b in ((0, 11), (11, 12), (12, 40)):
-            merge_(out, lse, *kernel.forward(q, k[:, :, a:b], v[:, :, a:b], scale=0.5, mask=seen[:, a:b]))
+            block = Block(scale=0.5, mask=seen[:, a:b])
+            merge_(out, lse, *kernel.forward(q, k[:, :, a:b], v[:, :, a:b], block))
         assert torch.allclose(out, out_whole, atol=1e-14) and torch.allclose(lse, lse_whole, atol=1e-14)
     with_sinks, _ = add_sinks(out_whole, lse_whole, sinks)
     truth = reference(q, k, v, [Rule.causal().windowed(6).padded([0] * 7 + [1] * 33)], scale=0.5, sinks=sinks)

@@ -215,10 +215,10 @@ def body_padding():
     real = mask.bool()
     results = {}
     for kind in ("llama", "mistral", "gpt2"):
-        for scheme in SCHEMES:
+        for scheme, kernel in (("ulysses", "auto"), ("exchange", "auto"), ("ulysses", "model")):
             for layout in ("contiguous", "head_tail"):
-                options = {"scheme": scheme, "layout": layout}
-                results[kind, scheme, layout] = differences(
+                options = {"scheme": scheme, "layout": layout, "kernel": kernel}
+                results[kind, scheme, layout, kernel] = differences(
                     kind, labels, options, rows=real, input_ids=ids, attention_mask=mask
                 )
     return results
@@ -254,12 +254,12 @@ def body_packed(kind):
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         labels = ids.masked_fill(positions == 0, IGNORE)
         loss, truth, logits = per_document_truth(kind, ids, lengths)
-        for scheme in SCHEMES:
-            for layout in ("auto", "contiguous"):
-                options = {"scheme": scheme, "layout": layout}
+        for scheme, kernel in (("ulysses", "auto"), ("exchange", "auto"), ("ulysses", "model")):
+            for layout in ("per_document", "contiguous"):
+                options = {"scheme": scheme, "layout": layout, "kernel": kernel}
                 inputs = {"input_ids": ids, "position_ids": positions}
                 split_loss, found, split_logits = split_step(kind, labels, options, **inputs)
-                results[tuple(lengths), scheme, layout] = (
+                results[tuple(lengths), scheme, layout, kernel] = (
                     float((split_loss - loss).abs()),
                     gradient_error(found, truth),
                     float((split_logits - logits).abs().max()),

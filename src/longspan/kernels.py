@@ -1,12 +1,10 @@
 """Attention of one block on one rank, as forward/backward pairs, and the merge of blocks.
 
-    forward(q, k, v, mask=, causal=, scale=, softcap=)           -> out, lse
-    backward(gradient, q, k, v, out, lse, mask=, causal=, ...)   -> dq, dk, dv
+    forward(q, k, v, block)                       -> out, lse
+    backward(gradient, q, k, v, out, lse, block)  -> dq, dk, dv
 
 q [B, H, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], out [B, H, Sq, Dv] in the dtype of q; lse [B, H, Sq] in fp32
 (fp64 for fp64), the natural logarithm of the sum of exponentials, -inf for a query that sees no key. Hkv divides H.
-`mask` is bool [Sq, Sk], True where visible; `causal` is for squares (Sq = Sk).
-
 The backward takes the *merged* out and lse of all blocks. With P = exp(S - lse) and delta = sum(gradient * out),
 dS = P * (gradient V^T - delta) needs nothing else from the other blocks (Dao et al., FlashAttention-2, 2023, sec. 2).
 Autograd must not differentiate the merge instead: the library kernels' lse carries no gradient, and the result would
@@ -23,6 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SCORES_AT_ONCE = 2**22  # elements of a score tile in the naive kernel, per batch row and head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What to compute: softmax over S = softcap(scale * q k^T), where visible."""
+
+    scale: float
+    softcap: float | None = None  # S -> softcap * tanh(S / softcap)
+    mask: Tensor | None = None  # bool [Sq, Sk], True where visible; None: everything
+    causal: bool = False  # for squares, Sq = Sk
 
 
 @dataclass(frozen=True)
@@ -48,21 +56,19 @@ def _query_tiles(q: Tensor, k: Tensor) -> range:
     return range(0, q.shape[2], max(1, SCORES_AT_ONCE // max(1, k.shape[2])))
 
 
-def _scores(
-    q: Tensor, k: Tensor, start: int, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, start: int, block: Block) -> tuple[Tensor, Tensor | None]:
     """Scores [B, Hkv, G, Sq, Sk] of the queries from `start` on, and tanh(S / softcap) where there is a softcap."""
-    scores = torch.einsum("bngqd,bnkd->bngqk", q, k) * scale
+    scores = torch.einsum("bngqd,bnkd->bngqk", q, k) * block.scale
     squashed = None
-    if softcap is not None:
-        squashed = torch.tanh(scores / softcap)
-        scores = squashed * softcap
-    if causal:
+    if block.softcap is not None:
+        squashed = torch.tanh(scores / block.softcap)
+        scores = squashed * block.softcap
+    if block.causal:
         rows = torch.arange(start, start + q.shape[3], device=q.device)
         seen = rows[:, None] >= torch.arange(k.shape[2], device=q.device)
         scores = scores.masked_fill(~seen, -torch.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask[start : start + q.shape[3]], -torch.inf)
+    if block.mask is not None:
+        scores = scores.masked_fill(~block.mask[start : start + q.shape[3]], -torch.inf)
     return scores, squashed
 
 
@@ -71,16 +77,7 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
 
-def naive_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def naive_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Any mask, softcap and dtype, in fp32 at least; queries in tiles, so that no whole S x S tensor exists."""
     wide = accumulator(q.dtype)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
@@ -89,7 +86,7 @@ def naive_forward(
     for start in (tiles := _query_tiles(q, k)):
         rows = slice(start, start + tiles.step)
         q_tile = _grouped(q[:, :, rows].to(wide), k.shape[1])
-        scores, _ = _scores(q_tile, k_wide, start, mask, causal, scale, softcap)
+        scores, _ = _scores(q_tile, k_wide, start, block)
         lse_tile = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - lse_tile.masked_fill(lse_tile == -torch.inf, 0.0)[..., None])
         out[:, :, rows] = torch.einsum("bngqk,bnkd->bngqd", weights, v_wide).flatten(1, 2).to(q.dtype)
@@ -98,17 +95,7 @@ def naive_forward(
 
 
 def naive_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The dual of `naive_forward`, from the merged out and lse."""
     wide = accumulator(q.dtype)
@@ -119,14 +106,14 @@ def naive_backward(
         rows = slice(start, start + tiles.step)
         q_tile, g_tile, o_tile = (_grouped(x[:, :, rows].to(wide), k.shape[1]) for x in (q, gradient, out))
         lse_tile = lse[:, :, rows].unflatten(1, (k.shape[1], -1))
-        scores, squashed = _scores(q_tile, k_wide, start, mask, causal, scale, softcap)
+        scores, squashed = _scores(q_tile, k_wide, start, block)
         weights = torch.exp(scores - lse_tile.masked_fill(lse_tile == -torch.inf, 0.0)[..., None])
         dv += torch.einsum("bngqk,bngqd->bnkd", weights, g_tile)
         delta = (g_tile * o_tile).sum(-1, keepdim=True)
         dscores = weights * (torch.einsum("bngqd,bnkd->bngqk", g_tile, v_wide) - delta)
         if squashed is not None:
             dscores = dscores * (1 - squashed * squashed)
-        dscores = dscores * scale
+        dscores = dscores * block.scale
         dq[:, :, rows] = torch.einsum("bngqk,bnkd->bngqd", dscores, k_wide).flatten(1, 2).to(q.dtype)
         dk += torch.einsum("bngqk,bngqd->bnkd", dscores, q_tile)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -160,23 +147,14 @@ def _without_keys(mask: Tensor | None) -> Tensor | None:
     return blind if bool(blind.any()) else None
 
 
-def cpu_flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """torch's `_scaled_dot_product_flash_attention_for_cpu`. A fully masked row comes back with lse 0: set to -inf."""
     (q_wide, k_wide, v_wide), _ = _widen(q, k, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_wide, k_wide, v_wide, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
+        q_wide, k_wide, v_wide, 0.0, block.causal, attn_mask=_additive(block.mask, q.dtype), scale=block.scale
     )
     out = out[..., : v.shape[-1]]
-    blind = _without_keys(mask)
+    blind = _without_keys(block.mask)
     if blind is not None:
         out, lse = out.clone(), lse.clone()
         out[:, :, blind] = 0
@@ -185,24 +163,15 @@ def cpu_flash_forward(
 
 
 def cpu_flash_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op's backward, which accepts the merged out and lse."""
     (q_wide, k_wide, v_wide, gradient, out), _ = _widen(q, k, v, gradient, out)
-    if mask is not None:
+    if block.mask is not None:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) = 0; -inf - -inf would be NaN
+    mask = _additive(block.mask, q.dtype)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q_wide, k_wide, v_wide, out, lse, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
+        gradient, q_wide, k_wide, v_wide, out, lse, 0.0, block.causal, attn_mask=mask, scale=block.scale
     )
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
@@ -213,36 +182,17 @@ CPU_FLASH = Kernel("flash", cpu_flash_forward, cpu_flash_backward, masks=True, s
 # -- flash on CUDA ---------------------------------------------------------------------------------------------
 
 
-def cuda_flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """torch's own FlashAttention (fp16 and bf16). Widths are padded to a multiple of 8, as the op asks."""
     (q_wide, k_wide, v_wide), _ = _widen_to_eight(q, k, v)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q_wide, *_same_heads(q, k_wide, v_wide), 0.0, causal, False, scale=scale
+        q_wide, *_same_heads(q, k_wide, v_wide), 0.0, block.causal, False, scale=block.scale
     )
     return out[..., : v.shape[-1]], lse
 
 
 def cuda_flash_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op's backward, from the merged out and lse; the random state is unused without dropout."""
     (q_wide, k_wide, v_wide, gradient, out), _ = _widen_to_eight(q, k, v, gradient, out)
@@ -250,7 +200,7 @@ def cuda_flash_backward(
     nothing = torch.empty(0, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         gradient, q_wide, *_same_heads(q, k_wide, v_wide), out.contiguous(), lse.contiguous(),
-        None, None, q.shape[2], k.shape[2], 0.0, causal, seed, nothing, scale=scale,
+        None, None, q.shape[2], k.shape[2], 0.0, block.causal, seed, nothing, scale=block.scale,
     )  # fmt: skip
     dk, dv = (d.unflatten(1, (k.shape[1], -1)).sum(2) for d in (dk, dv))
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]

@@ -132,8 +132,10 @@ class Rule:
         """Keys where `visible` (bool or 0/1, [length]) is false are seen by nobody."""
         flags = np.asarray(visible.cpu() if isinstance(visible, Tensor) else visible).astype(bool)
         if self.visible_keys is not None:
-            for position in range(len(flags)):
-                flags[position] &= any(s.start <= position < s.stop for s in self.visible_keys)
+            before = np.zeros_like(flags)
+            for span in self.visible_keys:
+                before[span.start : span.stop] = True
+            flags &= before
         if flags.all():
             return replace(self, visible_keys=None)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from longspan import cost
-from longspan.attention.exchange import exchange_attention
+from longspan.attention.exchange import Job, exchange_attention
 from longspan.attention.plan import make_plan
 from longspan.attention.ulysses import own_heads, split_heads, to_heads
 from longspan.comm import ContextParallel
@@ -73,17 +72,17 @@ def attend(
     if scheme == "auto":
         scheme = choose_scheme(layout.length, cp.size, q.shape[1], k.shape[1], q.shape[3], v.shape[3], rules)
     cp.traffic.attention_calls += 1
-    options: dict[str, Any] = {"kernel": chosen_kernel, "scale": scale, "softcap": softcap}
     if scheme == "exchange" or cp.size == 1:
         plan = make_plan(layout, cp.rank, rules, stages)
         cp.traffic.pairs += plan.pairs
-        return exchange_attention(q, k, v, sinks, cp=cp, plan=plan, **options)
+        return exchange_attention(q, k, v, sinks, Job(cp, plan, chosen_kernel, scale, softcap))
     plan = make_plan(contiguous(layout.length, 1), 0, rules)
     cp.traffic.pairs += plan.pairs * split.query[cp.rank].size / q.shape[1]
     q, k, v = to_heads(q, k, v, cp=cp, split=split)
     if sinks is not None:
         sinks = own_heads(sinks, cp=cp, split=split)
-    return cp.to_rows(exchange_attention(q, k, v, sinks, cp=cp, plan=plan, **options), split.query)
+    out = exchange_attention(q, k, v, sinks, Job(cp, plan, chosen_kernel, scale, softcap))
+    return cp.to_rows(out, split.query)
 
 
 def choose_scheme(

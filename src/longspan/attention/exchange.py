@@ -13,31 +13,40 @@ With a layout of one rank there are no further stages, and this is attention on 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.attention.plan import Plan, Stage
+from longspan.attention.plan import Piece, Plan, Stage
 from longspan.comm import ContextParallel, Pending
-from longspan.kernels import Kernel, accumulator, add_sinks, for_block, merge_, sinks_backward
+from longspan.kernels import Block, Kernel, accumulator, add_sinks, for_block, merge_, sinks_backward
 from longspan.layout import Span
+from longspan.rule import Kind
 
 
-def exchange_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    kernel: Kernel,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+@dataclass(frozen=True)
+class Job:
+    """Everything about one call of attention but its tensors."""
+
+    cp: ContextParallel
+    plan: Plan
+    kernel: Kernel
+    scale: float
+    softcap: float | None
+
+    def block(self, piece: Piece, device: torch.device) -> tuple[Kernel, Block]:
+        """How to compute a piece."""
+        mask = piece.mask(device)
+        block = Block(scale=self.scale, softcap=self.softcap, mask=mask, causal=piece.kind is Kind.CAUSAL)
+        return for_block(self.kernel, mask), block
+
+
+def exchange_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> Tensor:
     """Attention of the own query rows over everything they may see. q [B, H, rows, D] -> [B, H, rows, Dv]."""
-    return _Exchange.apply(q, k, v, sinks, cp, plan, kernel, scale, softcap)
+    return _Exchange.apply(q, k, v, sinks, job)
 
 
 def _take(tensor: Tensor, spans: tuple[Span, ...]) -> Tensor:
@@ -77,58 +86,48 @@ def _rows(tensor: Tensor, batch: Span, rows: Span) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        cp: ContextParallel,
-        plan: Plan,
-        kernel: Kernel,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
-        options = {"scale": scale, "softcap": softcap}
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> Tensor:
         out, lse = _empty(q, v)
-        pending = None
-        for index, stage in enumerate(plan.stages):
-            keys = [k, v] if pending is None else _buffer(cp, stage, pending.wait(), k, v)
-            following = plan.stages[index + 1] if index + 1 < len(plan.stages) else None
-            pending = _start_fetch(cp, following, k, v) if following else None
-            out, lse = _compute(q, keys, stage, kernel, options, out, lse, alone=len(plan.stages) == 1)
+        for stage, keys in _with_keys(job, k, v):
+            out, lse = _compute(job, stage, q, keys, out, lse)
         out = out.to(q.dtype)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.cp, ctx.plan, ctx.kernel, ctx.options = cp, plan, kernel, options
+        ctx.job = job
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        cp, plan = ctx.cp, ctx.plan
+        job: Job = ctx.job
         wide = accumulator(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        pending, returning = None, None
-        for index, stage in enumerate(plan.stages):
-            keys = [k, v] if pending is None else _buffer(cp, stage, pending.wait(), k, v)
-            following = plan.stages[index + 1] if index + 1 < len(plan.stages) else None
-            pending = _start_fetch(cp, following, k, v) if following else None
-            if index == 0:
-                _compute_backward(gradient, q, keys, out, lse, stage, ctx.kernel, ctx.options, dq, dk, dv)
+        own = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
+        returning: tuple[Stage, Pending] | None = None
+        for stage, keys in _with_keys(job, k, v):
+            local = stage is job.plan.stages[0]
+            partial = own if local else [torch.zeros_like(t, dtype=wide) for t in keys]
+            _compute_backward(job, stage, gradient, q, keys, out, lse, (dq, *partial))
+            if local:
                 continue
-            partial = [torch.zeros_like(t, dtype=wide) for t in keys]
-            _compute_backward(gradient, q, keys, out, lse, stage, ctx.kernel, ctx.options, dq, *partial)
-            sent_back = _start_return(cp, stage, partial, k, v)
+            sent = _start_return(job.cp, stage, partial, k, v)
             if returning is not None:
-                _add_returned(*returning, dk, dv)
-            returning = (sent_back, stage)
+                _add_returned(*returning, own)
+            returning = (stage, sent)
         if returning is not None:
-            _add_returned(*returning, dk, dv)
+            _add_returned(*returning, own)
         dsinks = None if sinks is None else sinks_backward(gradient, out, lse, sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), dsinks, None
+
+
+def _with_keys(job: Job, k: Tensor, v: Tensor) -> Iterator[tuple[Stage, list[Tensor]]]:
+    """Each stage with its keys and values; the next stage's are in flight while the caller computes."""
+    pending = None
+    for stage, following in zip(job.plan.stages, [*job.plan.stages[1:], None]):
+        keys = [k, v] if pending is None else _buffer(job.cp, stage, pending.wait(), k, v)
+        pending = None if following is None else _start_fetch(job.cp, following, k, v)
+        yield stage, keys
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,36 +138,22 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute(
-    q: Tensor,
-    keys: list[Tensor],
-    stage: Stage,
-    kernel: Kernel,
-    options: dict[str, Any],
-    out: Tensor,
-    lse: Tensor,
-    *,
-    alone: bool,
+    job: Job, stage: Stage, q: Tensor, keys: list[Tensor], out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    k, v = keys
-    everything = Span(0, q.shape[0]), Span(0, q.shape[2])
-    if alone and q.numel() and len(stage.pieces) == 1 and (stage.pieces[0].batch, stage.pieces[0].q) == everything:
-        piece = stage.pieces[0]
-        mask = piece.mask(q.device)
-        k, v = _rows(k, piece.batch, piece.k), _rows(v, piece.batch, piece.k)
-        return for_block(kernel, mask).forward(q, k, v, mask=mask, causal=piece.causal, **options)
+    """out and lse with the stage's blocks merged in, in place unless one block is all there is."""
     if not q.numel():
         return out, lse
+    k, v = keys
     for piece in stage.pieces:
-        mask = piece.mask(q.device)
-        block_out, block_lse = for_block(kernel, mask).forward(
-            _rows(q, piece.batch, piece.q),
-            _rows(k, piece.batch, piece.k),
-            _rows(v, piece.batch, piece.k),
-            mask=mask,
-            causal=piece.causal,
-            **options,
+        batch, q_rows, k_rows = piece.batch, piece.q, piece.k
+        kernel, block = job.block(piece, q.device)
+        block_out, block_lse = kernel.forward(
+            _rows(q, batch, q_rows), _rows(k, batch, k_rows), _rows(v, batch, k_rows), block
         )
-        out_rows, lse_rows = _rows(out, piece.batch, piece.q), _rows(lse, piece.batch, piece.q)
+        alone = len(job.plan.stages) == len(stage.pieces) == 1
+        if alone and (batch, q_rows) == (Span(0, q.shape[0]), Span(0, q.shape[2])):
+            return block_out, block_lse
+        out_rows, lse_rows = _rows(out, batch, q_rows), _rows(lse, batch, q_rows)
         if piece.first:
             out_rows.copy_(block_out)
             lse_rows.copy_(block_lse)
@@ -178,37 +163,30 @@ def _compute(
 
 
 def _compute_backward(
+    job: Job,
+    stage: Stage,
     gradient: Tensor,
     q: Tensor,
     keys: list[Tensor],
     out: Tensor,
     lse: Tensor,
-    stage: Stage,
-    kernel: Kernel,
-    options: dict[str, Any],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    totals: tuple[Tensor, ...],
 ) -> None:
-    """Adds the stage's blocks to dq, dk and dv in place."""
+    """Adds the stage's blocks to the totals dq, dk and dv in place."""
     if not q.numel():
         return
-    k, v = keys
     for piece in stage.pieces:
-        mask = piece.mask(q.device)
         batch, q_rows, k_rows = piece.batch, piece.q, piece.k
-        block = for_block(kernel, mask).backward(
+        kernel, block = job.block(piece, q.device)
+        parts = kernel.backward(
             _rows(gradient, batch, q_rows),
             _rows(q, batch, q_rows),
-            _rows(k, batch, k_rows),
-            _rows(v, batch, k_rows),
+            *(_rows(t, batch, k_rows) for t in keys),
             _rows(out, batch, q_rows),
             _rows(lse, batch, q_rows),
-            mask=mask,
-            causal=piece.causal,
-            **options,
+            block,
         )
-        for total, part, rows in zip((dq, dk, dv), block, (q_rows, k_rows, k_rows)):
+        for total, part, rows in zip(totals, parts, (q_rows, k_rows, k_rows)):
             _rows(total, batch, rows).add_(part)
 
 
@@ -223,9 +201,9 @@ def _start_return(cp: ContextParallel, stage: Stage, partial: list[Tensor], k: T
     return cp.start_exchange(pieces, [_shapes((k, v), spans) for spans in stage.send])
 
 
-def _add_returned(pending: Pending, stage: Stage, dk: Tensor, dv: Tensor) -> None:
+def _add_returned(stage: Stage, pending: Pending, own: list[Tensor]) -> None:
     for spans, tensors in zip(stage.send, pending.wait()):
-        for total, part in zip((dk, dv), tensors):
+        for total, part in zip(own, tensors):
             at = 0
             for span in spans:
                 total[:, :, span.start : span.stop].add_(part[:, :, at : at + span.size])

@@ -35,10 +35,6 @@ class Piece:
     at: tuple[Span, Span] | None = None  # PARTIAL: the positions of q and k
     rule: Rule | None = None  # PARTIAL: what to evaluate there
 
-    @property
-    def causal(self) -> bool:
-        return self.kind is Kind.CAUSAL
-
     def mask(self, device: torch.device) -> Tensor | None:
         """bool [q, k] for a PARTIAL piece, None for the others."""
         if self.rule is None or self.at is None:

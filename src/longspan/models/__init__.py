@@ -30,7 +30,7 @@ __all__ = ["parallelize", "report", "suspended", "unparallelize"]
 
 def parallelize(
     model: M,
-    mesh: DeviceMesh | ProcessGroup | ContextParallel | None,
+    mesh: DeviceMesh | ProcessGroup | None,
     *,
     scheme: str = "auto",
     layout: str = "auto",
@@ -58,9 +58,7 @@ def parallelize(
 
     Raises ValueError for models and options that would not equal one rank.
     """
-    cp = mesh
-    if not isinstance(cp, ContextParallel):
-        cp = ContextParallel(cp, gradient=gradient, check_batch=check_batch)
+    cp = ContextParallel(mesh, gradient=gradient, check_batch=check_batch)
     _check_options(scheme, layout, kernel, logits, stages, cp)
     if getattr(model, STATE, None) is not None:
         raise ValueError("this model is parallelized already; call longspan.unparallelize(model) first")
@@ -78,7 +76,7 @@ def parallelize(
         raise ValueError(f"{type(body).__name__} does not let its attention function be set; it is not supported")
     decoder.install(body, decoder.split_forward, state)
     if _is_causal_lm(model, body):
-        if cp.gradient == "sum" and cp.size > 1 and logits not in ("auto", "none", "local"):
+        if cp.gradient == "sum" and logits not in ("auto", "none", "local"):
             raise ValueError("gradient='sum' goes with losses from labels; whole logits need gradient='mean'")
         causal_lm.parent_of(model, body)
         decoder.install(model, causal_lm.split_forward, state)
@@ -98,8 +96,9 @@ def unparallelize(model: M) -> M:
         return model
     body = model.get_decoder()  # type: ignore[operator]
     body.set_attn_implementation(state.original_backend)
-    for module in (body, model):
-        decoder.uninstall(module)
+    decoder.uninstall(body)
+    if model is not body:
+        decoder.uninstall(model)
     return model
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from longspan.models.decoder import REQUEST, STATE, Request, State, call_arguments, plain_forward, uses_cache
+from longspan.models.decoder import REQUEST, STATE, Request, State, brings_cache, call_arguments, plain_forward
 from longspan.models.forward import Forward
 from longspan.scoring import (
     IGNORE,
@@ -74,6 +74,16 @@ def loss_answered(model: nn.Module, function: Callable[..., Any]) -> Iterator[No
             del model._loss_function
 
 
+@contextmanager
+def plainly(state: State) -> Iterator[None]:
+    """Inside the block the decoder runs whole."""
+    before, state.suspended = state.suspended, True
+    try:
+        yield
+    finally:
+        state.suspended = before
+
+
 def parent_of(model: nn.Module, decoder: nn.Module) -> tuple[nn.Module, str]:
     """The module that holds the decoder, and the name it goes by there."""
     for parent in model.modules():
@@ -90,8 +100,10 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = call_arguments(original, args, kwargs)
     labels, shift_labels = call.get("labels"), call.get("shift_labels")
     scored = labels is not None or shift_labels is not None
-    if state.suspended or (uses_cache(call) and not scored):
-        return original(*args, **kwargs)
+    caches = brings_cache(call) or call.get("use_cache") is True
+    if state.suspended or (caches and not scored):
+        with plainly(state):
+            return original(*args, **kwargs)
     decoder = self.get_decoder()
     parent, name = parent_of(self, decoder)
     vocabulary = self.get_output_embeddings().weight.shape[0]
@@ -199,7 +211,7 @@ def _check(
     labels, shift_labels = call.get("labels"), call.get("shift_labels")
     if labels is None and shift_labels is None:
         return
-    if uses_cache(call):
+    if brings_cache(call) or call.get("use_cache") is True:
         raise ValueError("a forward with labels cannot use a cache under context parallelism; pass use_cache=False")
     if not everything_kept:
         raise ValueError("logits_to_keep together with labels is not supported under context parallelism")

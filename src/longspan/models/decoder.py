@@ -57,16 +57,16 @@ class State:
         return replace(self, last=None)  # process groups cannot be copied: a copied model uses the same one
 
 
-@dataclass
 class Request:
     """What a causal-LM head asks of the decoder: its hidden states local, and its own checks agreed on together with
-    the decoder's. The rest comes back in it."""
+    the decoder's. The rest comes back in it. (Not a dataclass: see `Forward`.)"""
 
-    inputs: Mapping[str, Any]
-    check: Callable[[int, int], None]  # (batch, length)
-    forward: Forward | None = None
-    hidden: Tensor | None = None
-    output_class: Any = None
+    def __init__(self, inputs: Mapping[str, Any], check: Callable[[int, int], None]) -> None:
+        self.inputs = inputs
+        self.check = check  # (batch, length)
+        self.forward: Forward | None = None
+        self.hidden: Tensor | None = None
+        self.output_class: Any = None
 
 
 def parameter_names(module: nn.Module) -> set[str]:
@@ -89,9 +89,9 @@ def call_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return arguments
 
 
-def uses_cache(arguments: Mapping[str, Any]) -> bool:
-    """Whether this call is generation: it brings a cache, or asks for one by name."""
-    return any(arguments.get(name) is not None for name in CACHES) or arguments.get("use_cache") is True
+def brings_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether this call goes on from a cache, as in generation."""
+    return any(arguments.get(name) is not None for name in CACHES)
 
 
 def sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
@@ -135,7 +135,8 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = plain_forward(self)
     request: Request | None = kwargs.pop(REQUEST, None)
     arguments = call_arguments(original, args, kwargs)
-    if state.suspended or (request is None and uses_cache(arguments)):
+    # use_cache=True alone is not generation: wrappers fill it in from the config.
+    if state.suspended or (request is None and brings_cache(arguments)):
         return original(*args, **kwargs)
     inputs = {**arguments, **({} if request is None else request.inputs)}
     prepared = state.cp.agree(lambda: _prepare(self, state, arguments, request), inputs)

@@ -20,7 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    eager_mask,
+    packed_sequence_mask_function,
+    sdpa_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longspan.attention import attend
@@ -83,6 +89,11 @@ def _bound_rule(forward: Forward, original: Callable[..., Any], args: Any, kwarg
     rules = make_rules(forward, kwargs["mask_function"])
 
     def whole_mask() -> Any:
+        if any(forward.documents) and original not in (sdpa_mask, eager_mask):
+            raise ValueError(
+                f"kernel='model' cannot tell packed documents to {original.__name__}; use kernel='flash', or load the "
+                "model with attn_implementation='sdpa'"
+            )
         function = kwargs["mask_function"]
         plain = {**kwargs, "q_length": forward.length, "kv_length": forward.length, "attention_mask": forward.visible}
         if any(forward.documents):
