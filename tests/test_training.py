@@ -21,6 +21,7 @@ def settings(folder, *overrides):
             "data.max_documents=60",
             f"train.steps={STEPS}",
             "train.batch_rows=2",
+            "train.micro_rows=2",
             "train.threads=1",
             "checkpoint.at_end=false",
             *overrides,
@@ -33,9 +34,9 @@ def body(folder, overrides):
 
 
 SPLITS = {
-    "cp 2 ulysses": (2, ["mesh.cp=2", "parallel.scheme=ulysses"]),
+    "cp 2 ulysses": (2, ["mesh.cp=2", "parallel.scheme=ulysses", "parallel.wrap=ddp"]),
     "cp 2 exchange": (2, ["mesh.cp=2", "parallel.scheme=exchange"]),
-    "dp 2 x cp 2": (4, ["mesh.dp=2", "mesh.cp=2"]),
+    "dp 2 x cp 2": (4, ["mesh.dp=2", "mesh.cp=2", "train.micro_rows=1"]),
 }
 
 

@@ -45,6 +45,7 @@ CONFIGS = {
         "output_router_logits": True,
         "router_aux_loss_coef": 1.0,
     },
+    "seed_oss": {**COMMON, "head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0},
     "gpt_oss": {
         **COMMON,
         "head_dim": 8,

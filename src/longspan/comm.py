@@ -489,10 +489,9 @@ def digest(tree: Any) -> dict[str, int]:
         else:
             plain = isinstance(leaf, bool | int | float | str | bytes | type(None))
             hashes[path] = zlib.crc32((repr(leaf) if plain else type(leaf).__name__).encode())
-    if tensors:
-        values = torch.stack([value for _, value, _ in tensors]).tolist()  # one transfer from the device
-        for (path, _, kind), value in zip(tensors, values):
-            hashes[path] = zlib.crc32(f"{value} {kind}".encode())
+    # Read only now, so that a device computes all of them before anyone waits for it.
+    for path, value, kind in tensors:
+        hashes[path] = zlib.crc32(f"{int(value)} {kind}".encode())
     return hashes
 
 

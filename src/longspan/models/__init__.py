@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +69,7 @@ def parallelize(
         raise ValueError(f"parallelize() adapts Hugging Face models, got {type(model).__name__}")
     body = model.get_decoder()
     _check_model(model, body)
+    _check_positions(body)
     original_backend = body.config._attn_implementation
     backend = hooks.register(original_backend)
     state = State(cp, scheme, layout, kernel, stages, logits, backend, original_backend)
@@ -181,6 +183,37 @@ def _check_model(model: PreTrainedModel, body: Any) -> None:
             )
     if "position_ids" not in decoder.parameter_names(body):
         raise ValueError(f"{name} takes no position_ids, so its shards would count positions from 0; not supported")
+
+
+@torch.no_grad()
+def _check_positions(body: Any) -> None:
+    """Refuses decoders that number tokens in a way of their own: shards are given 0, 1, 2, .. of the whole sequence.
+
+    A probe of two short rows, one of them padded on the left: the plain decoder must answer the same with and without
+    those positions. Weights on the meta device cannot answer; then nothing is checked.
+    """
+    parameter = next(body.parameters())
+    if parameter.is_meta:
+        return
+    ids = torch.full((2, 4), 5, device=parameter.device) + torch.arange(4, device=parameter.device)
+    mask = torch.ones_like(ids)
+    mask[1, 0] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    training = body.training
+    body.eval()
+    try:
+        own = body(**inputs).last_hidden_state
+        counted = body(**inputs, position_ids=torch.arange(4, device=parameter.device)[None]).last_hidden_state
+    except (IndexError, RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(body).__name__} fails on a plain batch of {tuple(ids.shape)} ids: {error}") from error
+    finally:
+        body.train(training)
+    real = mask.bool()
+    if not torch.allclose(own[real], counted[real], rtol=1e-3, atol=1e-3 * float(own[real].abs().max())):
+        raise ValueError(
+            f"{type(body).__name__} numbers its tokens in a way of its own (from ids, padding or lengths), which its "
+            "shards cannot; not supported"
+        )
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -141,12 +141,19 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inputs = {**arguments, **({} if request is None else request.inputs)}
     prepared = state.cp.agree(lambda: _prepare(self, state, arguments, request), inputs)
     local = _local_arguments(prepared, arguments)
+    device = local["attention_mask"].device
+    before = _random_state(device)
     token = ACTIVE.set(prepared)
     try:
         outputs = original(**local)
     finally:
         ACTIVE.reset(token)
     _check_attention_ran(self, prepared)
+    if not torch.equal(before, _random_state(device)):
+        raise ValueError(
+            f"{type(self).__name__} drew random numbers (dropout, router jitter, layer drop): what they fall on "
+            "depends on the split, so no rank count would equal another; set the config's dropout and jitter to 0"
+        )
     traffic = prepared.cp.traffic
     state.last = {
         "tokens": prepared.batch * prepared.cp.bound.rows(prepared.cp.rank),
@@ -155,6 +162,10 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         "traffic": traffic,
     }
     return _whole_outputs(prepared, outputs, request)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], request: Request | None) -> Forward:

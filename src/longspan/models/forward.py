@@ -71,6 +71,12 @@ class BoundRule:
         self.rules = rules  # per batch row
         self.whole_mask = whole_mask  # makes the model's own mask of the whole sequence, for kernel="model"
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this model works on its attention mask itself (it asked for {name!r}), and under context parallelism "
+            "there is none; it is not supported"
+        )
+
 
 def document_starts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     """Where packed documents begin in each row of whole position_ids [B, S]: wherever a position does not follow the
