@@ -195,11 +195,12 @@ def _check_positions(body: Any) -> None:
     parameter = next(body.parameters())
     if parameter.is_meta:
         return
-    ids = torch.full((2, 4), 5, device=parameter.device) + torch.arange(4, device=parameter.device)
+    vocabulary = body.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(8, device=parameter.device).view(2, 4) + 5) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, 0] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    training = body.training
+    training = {module: module.training for module in body.modules()}
     body.eval()
     try:
         own = body(**inputs).last_hidden_state
@@ -207,7 +208,8 @@ def _check_positions(body: Any) -> None:
     except (IndexError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(body).__name__} fails on a plain batch of {tuple(ids.shape)} ids: {error}") from error
     finally:
-        body.train(training)
+        for module, flag in training.items():
+            module.training = flag
     real = mask.bool()
     if not torch.allclose(own[real], counted[real], rtol=1e-3, atol=1e-3 * float(own[real].abs().max())):
         raise ValueError(
