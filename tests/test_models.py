@@ -530,14 +530,21 @@ def test_no_square_mask_and_no_whole_logits_exist(run_ranks):
 
 
 def body_one_rank():
-    calls = []
-    for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "all_gather_object", "broadcast"):
-        original = getattr(dist, name)
-        setattr(dist, name, lambda *a, _o=original, _n=name, **k: (calls.append(_n), _o(*a, **k))[1])
-    ids = batch(2, 61)
-    plain, model = build("llama"), longspan.parallelize(build("llama"), world())
-    a, b = (m(input_ids=ids, labels=ids).loss for m in (plain, model))
-    return torch.equal(a, b), calls
+    from longspan import comm
+
+    calls, originals = [], {}
+    places = [(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather_object", "broadcast")]
+    for module, name in [*places, (comm, "_all_gather")]:
+        originals[module, name] = getattr(module, name)
+        setattr(module, name, lambda *args, _name=name, **kwargs: calls.append(_name))
+    try:
+        ids = batch(2, 61)
+        plain, model = build("llama"), longspan.parallelize(build("llama"), world())
+        a, b = (m(input_ids=ids, labels=ids).loss for m in (plain, model))
+        return torch.equal(a, b), calls
+    finally:
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
 
 
 def test_one_rank_is_bitwise_plain_without_collectives(run_ranks):

@@ -36,6 +36,9 @@ from longspan.layout import Layout, Span
 T = TypeVar("T")
 Heads = Sequence[Span]  # per rank: which heads it gets
 
+# Renamed in torch 2.13, which warns at the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 LENGTH_KEYS = ("input_ids", "inputs_embeds", "tokens", "position_ids", "labels")
 
 
@@ -137,7 +140,7 @@ class ContextParallel:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64, device=self._device())
         every = mine.new_empty(self.size * len(values))
-        dist.all_gather_into_tensor(every, mine, group=self.group)
+        _all_gather(every, mine, group=self.group)
         self.traffic.collectives += 1
         return every.view(self.size, -1).tolist()
 
@@ -339,7 +342,7 @@ class _Gather(torch.autograd.Function):
         padded = local.new_zeros(_resized(local.shape, dim, longest))
         padded.narrow(dim, 0, local.shape[dim]).copy_(local)
         every = padded.new_empty((cp.size, *padded.shape))
-        dist.all_gather_into_tensor(every.view(-1), padded.contiguous().view(-1), group=cp.group)
+        _all_gather(every.view(-1), padded.contiguous().view(-1), group=cp.group)
         cp.traffic.collectives += 1
         cp.traffic.bytes_sent += (cp.size - 1) * padded.numel() * padded.element_size()
         for rank in range(cp.size):
