@@ -36,7 +36,7 @@ def body(folder, overrides):
 SPLITS = {
     "cp 2 ulysses": (2, ["mesh.cp=2", "parallel.scheme=ulysses", "parallel.wrap=ddp"]),
     "cp 2 exchange": (2, ["mesh.cp=2", "parallel.scheme=exchange"]),
-    "dp 2 x cp 2": (4, ["mesh.dp=2", "mesh.cp=2", "train.micro_rows=1"]),
+    "dp 2 x cp 2": (4, ["mesh.dp=2", "mesh.cp=2", "train.micro_rows=1", "parallel.wrap=ddp"]),
 }
 
 

@@ -530,7 +530,16 @@ def write_json(comparison: Comparison, differences: Sequence[str], path: Path) -
         "versions": {name: _version(name) for name in ("longspan", "torch", "transformers")},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_finite(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plot(comparison: Comparison, path: Path) -> None:
