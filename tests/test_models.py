@@ -397,7 +397,9 @@ def body_outputs():
             atol=1e-4,
         )
         with longspan.suspended(model):
-            checks["suspended"] = torch.equal(model(input_ids=ids).logits, truth.logits)
+            with longspan.suspended(model):
+                checks["suspended"] = torch.equal(model(input_ids=ids).logits, truth.logits)
+            checks["still suspended"] = torch.equal(model(input_ids=ids).logits, truth.logits)
         checks["generate"] = torch.equal(
             model.generate(ids[:, :9], max_new_tokens=5, do_sample=False),
             plain.generate(ids[:, :9], max_new_tokens=5, do_sample=False),
@@ -607,6 +609,23 @@ def body_refusals():
     messages["loss"] = refusal(lambda: custom(input_ids=ids, labels=ids))
     messages["fine again"] = refusal(lambda: model(input_ids=ids, labels=ids))
     return messages
+
+
+def body_refused_whole():
+    """A model that is refused stays the plain one."""
+    ids = batch(2, 61)
+    config = build("llama").config
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    truth = model(input_ids=ids).logits
+    message = refusal(lambda: longspan.parallelize(model, world(), gradient="sum"))
+    same = torch.equal(model(input_ids=ids).logits, truth) and model.config._attn_implementation == "sdpa"
+    return message, same, "forward" in model.model.__dict__
+
+
+def test_a_refused_model_is_left_alone(run_ranks):
+    for message, same, replaced in run_ranks(body_refused_whole, 2):
+        assert "gradient='sum'" in message and same and not replaced
 
 
 def test_refusals_are_the_same_on_every_rank(run_ranks):

@@ -48,7 +48,6 @@ class Traffic:
 
     bytes_sent: int = 0
     collectives: int = 0
-    attention_calls: int = 0
     pairs: float = 0  # attention pairs computed, averaged over query heads, summed over layers and batch rows
 
 

@@ -1,4 +1,4 @@
-"""What attention costs, from integers: pairs, FLOPs, and bytes on the wire of each scheme.
+"""What each scheme of attention sends, from integers, and which sends less.
 
 Notation: N ranks, n = S/N rows, H query and Hkv key heads of width D, G = H/Hkv, u = 2 n Hkv D elements, one rank's
 keys and values. Sent per rank, forward and backward together, for causal attention of one sequence:
@@ -12,13 +12,6 @@ needs, and not what ulysses needs.
 """
 
 from __future__ import annotations
-
-
-def attention_flops(pairs: int, heads: int, width: int, *, value_width: int | None = None, backward: bool) -> int:
-    """Matrix-multiply FLOPs of attention over `pairs` visible (query, key) pairs per head: 2 (D + Dv) per pair forward,
-    2.5 times that again in the backward (which recomputes the scores; Dao, FlashAttention-2, 2023)."""
-    forward = 2 * pairs * heads * (width + (value_width or width))
-    return forward * 7 // 2 if backward else forward
 
 
 def exchange_elements(

@@ -125,11 +125,12 @@ NAIVE = Kernel("naive", naive_forward, naive_backward, masks=True, softcaps=True
 # -- flash on CPU ----------------------------------------------------------------------------------------------
 
 
-def _widen(*tensors: Tensor) -> tuple[list[Tensor], int]:
-    """torch's flash ops want one width for keys and values: pads the last dimension with zeros (which change neither
-    scores nor the values that are kept)."""
+def _widen(*tensors: Tensor, multiple: int = 1) -> list[Tensor]:
+    """torch's flash ops want one width for keys and values, CUDA's a multiple of 8: pads the last dimension with zeros
+    (which change neither scores nor the values that are kept)."""
     width = max(t.shape[-1] for t in tensors)
-    return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors], width
+    width += -width % multiple
+    return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -149,7 +150,7 @@ def _without_keys(mask: Tensor | None) -> Tensor | None:
 
 def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """torch's `_scaled_dot_product_flash_attention_for_cpu`. A fully masked row comes back with lse 0: set to -inf."""
-    (q_wide, k_wide, v_wide), _ = _widen(q, k, v)
+    q_wide, k_wide, v_wide = _widen(q, k, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_wide, k_wide, v_wide, 0.0, block.causal, attn_mask=_additive(block.mask, q.dtype), scale=block.scale
     )
@@ -166,7 +167,7 @@ def cpu_flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op's backward, which accepts the merged out and lse."""
-    (q_wide, k_wide, v_wide, gradient, out), _ = _widen(q, k, v, gradient, out)
+    q_wide, k_wide, v_wide, gradient, out = _widen(q, k, v, gradient, out)
     if block.mask is not None:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) = 0; -inf - -inf would be NaN
     mask = _additive(block.mask, q.dtype)
@@ -183,8 +184,8 @@ CPU_FLASH = Kernel("flash", cpu_flash_forward, cpu_flash_backward, masks=True, s
 
 
 def cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """torch's own FlashAttention (fp16 and bf16). Widths are padded to a multiple of 8, as the op asks."""
-    (q_wide, k_wide, v_wide), _ = _widen_to_eight(q, k, v)
+    """torch's own FlashAttention (fp16 and bf16)."""
+    q_wide, k_wide, v_wide = _widen(q, k, v, multiple=8)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         q_wide, *_same_heads(q, k_wide, v_wide), 0.0, block.causal, False, scale=block.scale
     )
@@ -195,7 +196,7 @@ def cuda_flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op's backward, from the merged out and lse; the random state is unused without dropout."""
-    (q_wide, k_wide, v_wide, gradient, out), _ = _widen_to_eight(q, k, v, gradient, out)
+    q_wide, k_wide, v_wide, gradient, out = _widen(q, k, v, gradient, out, multiple=8)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     nothing = torch.empty(0, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -210,12 +211,6 @@ def _same_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # The aten op is documented for equal head counts only, so keys are repeated for it.
     groups = q.shape[1] // k.shape[1]
     return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-
-
-def _widen_to_eight(*tensors: Tensor) -> tuple[list[Tensor], int]:
-    width = max(t.shape[-1] for t in tensors)
-    width += -width % 8
-    return [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors], width
 
 
 CUDA_FLASH = Kernel("flash", cuda_flash_forward, cuda_flash_backward, masks=False, softcaps=False)

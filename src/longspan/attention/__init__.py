@@ -71,7 +71,6 @@ def attend(
         raise ValueError(f"q has {q.shape[2]} rows, rank {cp.rank} owns {layout.rows(cp.rank)}")
     if scheme == "auto":
         scheme = choose_scheme(layout.length, cp.size, q.shape[1], k.shape[1], q.shape[3], v.shape[3], rules)
-    cp.traffic.attention_calls += 1
     if scheme == "exchange" or cp.size == 1:
         plan = make_plan(layout, cp.rank, rules, stages)
         cp.traffic.pairs += plan.pairs

@@ -87,10 +87,14 @@ def _rows(tensor: Tensor, batch: Span, rows: Span) -> Tensor:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> Tensor:
-        out, lse = _empty(q, v)
-        for stage, keys in _with_keys(job, k, v):
-            out, lse = _compute(job, stage, q, keys, out, lse)
-        out = out.to(q.dtype)
+        only = job.plan.only_piece(q.shape[0], q.shape[2]) if q.numel() else None
+        if only is not None:
+            out, lse = _block(job, only, q, [k, v])
+        else:
+            out, lse = _empty(q, v)
+            for stage, keys in _with_keys(job, k, v):
+                _compute(job, stage, q, keys, out, lse)
+            out = out.to(q.dtype)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -137,29 +141,24 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
 
 
-def _compute(
-    job: Job, stage: Stage, q: Tensor, keys: list[Tensor], out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """out and lse with the stage's blocks merged in, in place unless one block is all there is."""
+def _block(job: Job, piece: Piece, q: Tensor, keys: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """out and lse of one piece."""
+    kernel, block = job.block(piece, q.device)
+    return kernel.forward(_rows(q, piece.batch, piece.q), *(_rows(t, piece.batch, piece.k) for t in keys), block)
+
+
+def _compute(job: Job, stage: Stage, q: Tensor, keys: list[Tensor], out: Tensor, lse: Tensor) -> None:
+    """Merges the stage's blocks into out and lse, in place."""
     if not q.numel():
-        return out, lse
-    k, v = keys
+        return
     for piece in stage.pieces:
-        batch, q_rows, k_rows = piece.batch, piece.q, piece.k
-        kernel, block = job.block(piece, q.device)
-        block_out, block_lse = kernel.forward(
-            _rows(q, batch, q_rows), _rows(k, batch, k_rows), _rows(v, batch, k_rows), block
-        )
-        alone = len(job.plan.stages) == len(stage.pieces) == 1
-        if alone and (batch, q_rows) == (Span(0, q.shape[0]), Span(0, q.shape[2])):
-            return block_out, block_lse
-        out_rows, lse_rows = _rows(out, batch, q_rows), _rows(lse, batch, q_rows)
+        block_out, block_lse = _block(job, piece, q, keys)
+        out_rows, lse_rows = _rows(out, piece.batch, piece.q), _rows(lse, piece.batch, piece.q)
         if piece.first:
             out_rows.copy_(block_out)
             lse_rows.copy_(block_lse)
         else:
             merge_(out_rows, lse_rows, block_out, block_lse)
-    return out, lse
 
 
 def _compute_backward(

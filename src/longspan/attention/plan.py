@@ -62,6 +62,14 @@ class Plan:
     rules: tuple[Rule, ...]
     stages: tuple[Stage, ...]
 
+    def only_piece(self, batch: int, rows: int) -> Piece | None:
+        """The piece that is all there is to compute, for every batch row and query; then there is nothing to merge."""
+        if len(self.stages) == len(self.stages[0].pieces) == 1:
+            piece = self.stages[0].pieces[0]
+            if (piece.batch, piece.q) == (Span(0, batch), Span(0, rows)):
+                return piece
+        return None
+
     @cached_property
     def pairs(self) -> int:
         """Visible pairs of this rank's queries, summed over batch rows, per head."""
@@ -76,12 +84,17 @@ def make_plan(layout: Layout, rank: int, rules: Sequence[Rule], stages: int | No
     `stages`: into how many groups the other ranks are split (1: everything at once, least latency; size-1: one source
     at a time, least memory). None chooses up to 3, so that a fetch can hide behind the computation before it.
     """
-    limit = max(1, layout.size - 1)
     if stages is None:
-        stages = min(3, limit)
-    if not 1 <= stages <= limit:
-        raise ValueError(f"stages must lie within 1..{limit} for {layout.size} ranks, got {stages}")
+        stages = min(3, max(1, layout.size - 1))
+    check_stages(stages, layout.size)
     return _make_plan(layout, rank, tuple(rules), stages)
+
+
+def check_stages(stages: int, size: int) -> None:
+    """Raises ValueError unless `size` ranks can fetch in that many stages."""
+    limit = max(1, size - 1)
+    if not 1 <= stages <= limit:
+        raise ValueError(f"stages must lie within 1..{limit} for {size} ranks, got {stages}")
 
 
 @lru_cache(maxsize=64)

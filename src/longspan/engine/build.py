@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from longspan.config import ConfigError, ModelConfig
+from longspan.models.causal_lm import KNOWN_LOSSES
 from longspan.scoring import causal_lm_loss
 
 log = logging.getLogger(__name__)
@@ -54,10 +54,7 @@ def build_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, sequ
 
 def _check_loss(model: Any) -> None:
     """A step's loss is one sum over one count, so the model must divide by the count it is given."""
-    if (
-        model.loss_function not in (ForCausalLMLoss, causal_lm_loss)
-        or getattr(model, "accepts_loss_kwargs", None) is False
-    ):
+    if model.loss_function not in KNOWN_LOSSES or getattr(model, "accepts_loss_kwargs", None) is False:
         raise ConfigError(
             f"{type(model).__name__} computes a loss of its own, which may not divide by the targets of the whole "
             "step; longspan train needs the causal-LM loss of transformers"

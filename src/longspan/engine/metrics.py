@@ -21,6 +21,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longspan.layout import Span
+from longspan.rule import Rule
+
 # dense bf16 FLOP/s by a part of the device's name, the more special first
 PEAK_BF16 = {
     "H200": 989e12,
@@ -86,11 +89,13 @@ def _truncate(path: Path, after_step: int) -> None:
 
 def visible_pairs(length: int, *, window: int | None = None, chunk: int | None = None) -> int:
     """Causal pairs of a document: query i sees itself and what is before it, at most `window` keys, or of its chunk."""
+    rule = Rule.causal()
+    if window is not None:
+        rule = rule.windowed(window)
     if chunk is not None:
-        whole, rest = divmod(length, chunk)
-        return whole * visible_pairs(chunk) + visible_pairs(rest)
-    reach = length if window is None else min(window, length)
-    return reach * (reach + 1) // 2 + (length - reach) * reach
+        rule = rule.chunked(chunk)
+    whole = Span(0, length)
+    return rule.pairs(whole, whole)
 
 
 def layer_pairs(config: PretrainedConfig, documents: Iterable[int]) -> int:

@@ -244,8 +244,7 @@ def _try_forward(run: _Run) -> None:
     batch = {"input_ids": ids, "labels": ids, "shift_labels": ids}
     run.module.train()
     try:
-        with compute(run.module, run.config.train.precision):
-            _loss(run, batch, ids.numel())
+        _loss(run, batch, ids.numel())
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if isinstance(run.module, FSDPModule):
@@ -340,9 +339,8 @@ def _accumulate(run: _Run, micro_batches: np.ndarray, items: float) -> tuple[flo
     work = np.zeros(3)
     for number, indices in enumerate(micro_batches):
         batch = _batch(run, indices)
-        with synchronise(run.module, last=number == len(micro_batches) - 1), precise(run.model.dtype):
-            with compute(run.module, run.config.train.precision):
-                loss = _loss(run, batch, items)
+        with synchronise(run.module, last=number == len(micro_batches) - 1):
+            loss = _loss(run, batch, items)
             loss.backward()
         losses.append(loss.detach().double())
         work += _work(run, indices)
@@ -353,7 +351,8 @@ def _loss(run: _Run, batch: dict[str, torch.Tensor], items: float) -> torch.Tens
     """Sum of the whole batch's token losses over `items`."""
     # FSDP2 would round a float tensor to bf16; a Python number passes as it is.
     count = int(items) if float(items).is_integer() else items
-    return run.module(**batch, num_items_in_batch=count, use_cache=False).loss
+    with compute(run.module, run.config.train.precision), precise(run.model.dtype):
+        return run.module(**batch, num_items_in_batch=count, use_cache=False).loss
 
 
 def _batch(run: _Run, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor]:
@@ -387,8 +386,7 @@ def _validate(run: _Run) -> float:
             # Ranks that run out still join every collective, with nothing to predict.
             batch["labels"].fill_(-100)
             batch["shift_labels"].fill_(-100)
-        with compute(run.module, run.config.train.precision), precise(run.model.dtype):
-            total += float(_loss(run, batch, targets))
+        total += float(_loss(run, batch, targets))
     if isinstance(run.module, FSDPModule):
         run.module.reshard()
     run.module.train()

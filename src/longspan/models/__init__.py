@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from longspan import layout as layouts
 from longspan.attention import SCHEMES
+from longspan.attention.plan import check_stages
 from longspan.comm import ContextParallel
 from longspan.models import causal_lm, decoder, hooks
 from longspan.models.decoder import STATE, State
@@ -68,26 +69,24 @@ def parallelize(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"parallelize() adapts Hugging Face models, got {type(model).__name__}")
     body = model.get_decoder()
+    causal = _is_causal_lm(model, body)
+    _check_gradient(model, gradient, logits, causal=causal)
     _check_model(model, body)
     _check_positions(body)
+    if causal:
+        causal_lm.parent_of(model, body)
     original_backend = body.config._attn_implementation
     backend = hooks.register(original_backend)
     state = State(cp, scheme, layout, kernel, stages, logits, backend, original_backend)
     body.set_attn_implementation(backend)
     if body.config._attn_implementation != backend:
         raise ValueError(f"{type(body).__name__} does not let its attention function be set; it is not supported")
+    # Nothing is refused from here on: a model is adapted whole or not at all.
     decoder.install(body, decoder.split_forward, state)
-    if _is_causal_lm(model, body):
-        if cp.gradient == "sum" and logits not in ("auto", "none", "local"):
-            raise ValueError("gradient='sum' goes with losses from labels; whole logits need gradient='mean'")
-        causal_lm.parent_of(model, body)
+    if causal:
         decoder.install(model, causal_lm.split_forward, state)
-    elif cp.gradient == "sum":
-        raise ValueError(
-            f"gradient='sum' would count the head of {type(model).__name__} once per rank, since it works on whole "
-            "hidden states; use gradient='mean'"
-        )
-    setattr(model, STATE, state)
+    else:
+        setattr(model, STATE, state)
     return model
 
 
@@ -112,13 +111,13 @@ def suspended(model: nn.Module) -> Iterator[None]:
         yield
         return
     body = model.get_decoder()  # type: ignore[operator]
+    before = body.config._attn_implementation
     body.set_attn_implementation(state.original_backend)
-    state.suspended = True
     try:
-        yield
+        with decoder.plainly(state):
+            yield
     finally:
-        state.suspended = False
-        body.set_attn_implementation(state.backend)
+        body.set_attn_implementation(before)
 
 
 def report(model: nn.Module) -> dict[str, Any]:
@@ -155,8 +154,20 @@ def _check_options(
             raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(known)}")
     if kernel == "model" and scheme == "exchange":
         raise ValueError("kernel='model' needs whole sequences, so scheme='ulysses' (or 'auto')")
-    if stages is not None and not 1 <= stages <= max(1, cp.size - 1):
-        raise ValueError(f"stages must lie within 1..{max(1, cp.size - 1)} for {cp.size} ranks, got {stages}")
+    if stages is not None:
+        check_stages(stages, cp.size)
+
+
+def _check_gradient(model: Any, gradient: str, logits: str, *, causal: bool) -> None:
+    if gradient != "sum":
+        return
+    if not causal:
+        raise ValueError(
+            f"gradient='sum' would count the head of {type(model).__name__} once per rank, since it works on whole "
+            "hidden states; use gradient='mean'"
+        )
+    if logits == "whole":
+        raise ValueError("gradient='sum' goes with losses from labels; whole logits need gradient='mean'")
 
 
 def _is_causal_lm(model: Any, body: nn.Module) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from longspan.models.decoder import REQUEST, STATE, Request, State, brings_cache, call_arguments, plain_forward
+from longspan.models.decoder import REQUEST, STATE, Request, State, brings_cache, call_arguments, plain_forward, plainly
 from longspan.models.forward import Forward
 from longspan.scoring import (
     IGNORE,
@@ -34,6 +34,8 @@ from longspan.scoring import (
     summed_cross_entropy,
 )
 
+# What a sum over rows, divided by a count, expresses.
+KNOWN_LOSSES = (ForCausalLMLoss, causal_lm_loss)
 LOGITS = ("auto", "whole", "local", "none")
 
 
@@ -72,16 +74,6 @@ def loss_answered(model: nn.Module, function: Callable[..., Any]) -> Iterator[No
             model.loss_function = original  # type: ignore[assignment]
         else:
             del model._loss_function
-
-
-@contextmanager
-def plainly(state: State) -> Iterator[None]:
-    """Inside the block the decoder runs whole."""
-    before, state.suspended = state.suspended, True
-    try:
-        yield
-    finally:
-        state.suspended = before
 
 
 def parent_of(model: nn.Module, decoder: nn.Module) -> tuple[nn.Module, str]:
@@ -220,7 +212,7 @@ def _check(
             if tuple(value.shape) != (batch, length):
                 raise ValueError(f"{name} are {tuple(value.shape)}, the batch is {(batch, length)}")
             check_targets(value, vocabulary, name, call.get("ignore_index", IGNORE))
-    if loss_function not in (ForCausalLMLoss, causal_lm_loss):
+    if loss_function not in KNOWN_LOSSES:
         name = getattr(loss_function, "__qualname__", type(loss_function).__name__)
         raise ValueError(
             f"the model has its own loss function {name}, which a sum over shards may not express; call the model "

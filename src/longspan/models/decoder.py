@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,16 @@ class State:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return replace(self, last=None)  # process groups cannot be copied: a copied model uses the same one
+
+
+@contextmanager
+def plainly(state: State) -> Iterator[None]:
+    """Inside the block the decoder runs whole."""
+    before, state.suspended = state.suspended, True
+    try:
+        yield
+    finally:
+        state.suspended = before
 
 
 class Request:
@@ -214,11 +225,8 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
         # Cutting every document pays only where the pieces are worth a kernel call.
         long_documents = len(boundaries) > 1 and length >= len(boundaries) * state.cp.size * SHORT_PIECE
         name = "per_document" if long_documents else "head_tail"
-    bound = ContextParallel(
-        state.cp.mesh, layout=name, gradient=state.cp.gradient, check_batch=state.cp.check_batch
-    ).bind(length, boundaries)
     return Forward(
-        bound,
+        replace(state.cp, layout=name).bind(length, boundaries),
         batch=batch,
         visible=visible,
         documents=documents,

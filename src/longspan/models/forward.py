@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from longspan.comm import ContextParallel
+from longspan.layout import Span
 from longspan.rule import Rule
 
 
@@ -66,10 +67,21 @@ class Forward:
 class BoundRule:
     """What a layer's attention may see in this forward. Stands where transformers expects a mask."""
 
-    def __init__(self, forward: Forward, rules: tuple[Rule, ...], whole_mask: Callable[[], Any]) -> None:
+    def __init__(self, forward: Forward, rules: tuple[Rule, ...], make_mask: Callable[[], Any]) -> None:
         self.forward = forward
         self.rules = rules  # per batch row
-        self.whole_mask = whole_mask  # makes the model's own mask of the whole sequence, for kernel="model"
+        self._make_mask = make_mask
+
+    @cached_property
+    def whole_mask(self) -> Any:
+        """The model's own mask of the whole sequence, for kernel="model"; made once for all layers that share it."""
+        return self._make_mask()
+
+    @cached_property
+    def pairs(self) -> int:
+        """Visible pairs of the whole sequence, summed over batch rows, per head."""
+        everything = Span(0, self.forward.length)
+        return sum(rule.pairs(everything, everything) for rule in self.rules)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -31,7 +31,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longspan.attention import attend
 from longspan.attention.ulysses import HeadSplit, own_heads, split_heads, to_heads
-from longspan.layout import Span
 from longspan.models.forward import BoundRule, Forward, make_rules
 
 PREFIX = "longspan_"
@@ -88,7 +87,7 @@ def _bound_rule(forward: Forward, original: Callable[..., Any], args: Any, kwarg
         )
     rules = make_rules(forward, kwargs["mask_function"])
 
-    def whole_mask() -> Any:
+    def make_mask() -> Any:
         if any(forward.documents) and original not in (sdpa_mask, eager_mask):
             raise ValueError(
                 f"kernel='model' cannot tell packed documents to {original.__name__}; use kernel='flash', or load the "
@@ -104,7 +103,7 @@ def _bound_rule(forward: Forward, original: Callable[..., Any], args: Any, kwarg
             plain["allow_is_causal_skip"] = False
         return original(**{**plain, "mask_function": function})
 
-    return BoundRule(forward, rules, whole_mask)
+    return BoundRule(forward, rules, make_mask)
 
 
 def _attention_over(backend: str) -> Callable[..., Any]:
@@ -220,18 +219,15 @@ def _model_attention(
     forward = bound.forward
     cp = forward.cp
     split = split_heads(query.shape[1], key.shape[1], cp.size)
-    cp.traffic.attention_calls += 1
     q, k, v = to_heads(query, key, value, cp=cp, split=split, expand=True)
     kwargs = {name: _cut_heads(value, forward, split) if name in SINKS else value for name, value in kwargs.items()}
     sinks = getattr(module, "sinks", None)
     view = _SomeHeads(module, _cut_heads(sinks, forward, split) if isinstance(sinks, Tensor) else None)
-    everything = Span(0, forward.length)
-    whole = sum(rule.pairs(everything, everything) for rule in bound.rules)
-    cp.traffic.pairs += whole * split.query[cp.rank].size / query.shape[1]
+    cp.traffic.pairs += bound.pairs * split.query[cp.rank].size / query.shape[1]
     if q.shape[1] == 0:
         return cp.to_rows(v, split.query)
     kwargs.pop("position_ids", None)  # this rank's; some backends would read packing from them
-    out, _ = plain(view, q, k, v, bound.whole_mask(), dropout=dropout, scaling=scaling, **kwargs)
+    out, _ = plain(view, q, k, v, bound.whole_mask, dropout=dropout, scaling=scaling, **kwargs)
     return cp.to_rows(out.transpose(1, 2), split.query)
 
 
