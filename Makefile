@@ -1,5 +1,6 @@
 # make demo   install, train on two ranks, prove it equals one
 # make test   install, every CPU test
+# make nightly  the tests that are too long for every change: every architecture, one by one
 # make lint   ruff, mypy, import-linter
 #
 # PYTHON=python3.12 chooses the interpreter. On Linux, plain torch wheels bring CUDA along; to get the small CPU build
@@ -9,7 +10,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
 
-.PHONY: .venv demo test lint clean
+.PHONY: .venv demo test nightly lint clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -28,6 +29,9 @@ demo: .venv/.installed
 
 test: .venv/.installed
 	@$(BIN)/python -m pytest
+
+nightly: .venv/.installed
+	@$(BIN)/python -m pytest -m nightly
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -88,9 +88,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     init = f"file://{folder}/rendezvous"
-    dist.init_process_group(
-        "gloo", init_method=init, rank=rank, world_size=args.ranks, timeout=timedelta(minutes=5)
-    )
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=args.ranks, timeout=timedelta(minutes=5))
     mesh = dist.init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
     cp = ContextParallel(mesh, layout="head_tail").bind(args.seq)
     q, k, v, gradient = draw(args)

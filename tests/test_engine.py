@@ -140,7 +140,6 @@ def test_tied_embeddings_train_and_export_alike(run_ranks, folder):
         torch.testing.assert_close(model.lm_head.weight.data, weights["lm_head.weight"], rtol=0, atol=1e-12)
 
 
-
 @pytest.mark.parametrize(("wrap", "cp"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2), ("ddp", 2)])
 def test_bf16_keeps_float32_weights(run_ranks, folder, wrap, cp):
     changes = EXPORT | {"model.dtype": "float32", "train.micro_rows": 2}

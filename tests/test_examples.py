@@ -22,6 +22,15 @@ def test_the_library_example_runs_and_agrees(run_ranks):
     assert 5.0 < results[0][0] < 6.0
 
 
+def body_own_models(path):
+    return runpy.run_path(path)["differences"]
+
+
+def test_the_example_of_own_models_equals_one_rank(run_ranks):
+    for differences in run_ranks(body_own_models, 2, str(ROOT / "examples" / "own_models.py")):
+        assert set(differences) == {"sdpa", "flex", "core"} and max(differences.values()) <= 1e-10
+
+
 def test_the_readme_shows_that_example():
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
     assert shown == (ROOT / "examples" / "library.py").read_text()

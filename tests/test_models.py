@@ -566,7 +566,11 @@ def roberta():
     config = RobertaConfig(
         vocab_size=96, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96, is_decoder=True
     )
-    return RobertaForCausalLM(config).eval()
+    model = RobertaForCausalLM(config).eval()
+    plain = model.roberta.embeddings.forward
+    # Longspan runs such a module on the whole batch if its interface tells; this one's does not.
+    model.roberta.embeddings.forward = lambda **kwargs: plain(**kwargs)
+    return model
 
 
 def body_refusals():
@@ -594,11 +598,6 @@ def body_refusals():
         "scheme": refusal(lambda: longspan.parallelize(build("llama"), world(), scheme="ring")),
         "kernel": refusal(lambda: longspan.parallelize(build("llama"), world(), kernel="model", scheme="exchange")),
         "module": refusal(lambda: longspan.parallelize(torch.nn.Linear(2, 2), world())),
-        "rope": refusal(
-            lambda: longspan.parallelize(
-                build("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), world()
-            )
-        ),
     }
     messages["own positions"] = refusal(lambda: longspan.parallelize(roberta(), world()))
     model.set_attn_implementation("eager")
@@ -646,7 +645,6 @@ def test_refusals_are_the_same_on_every_rank(run_ranks):
         "scheme": "ring",
         "kernel": "ulysses",
         "module": "Linear",
-        "rope": "dynamic",
         "own positions": "numbers its tokens",
         "switched": "eager",
         "loss": "loss function",

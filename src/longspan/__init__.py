@@ -8,16 +8,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from longspan.version import VERSION
+
 if TYPE_CHECKING:
     from longspan.attention import attend
+    from longspan.checks import check
     from longspan.comm import ContextParallel
     from longspan.engine.mesh import init_mesh
     from longspan.engine.train import train
     from longspan.layout import Layout, Span
     from longspan.models import parallelize, report, suspended, unparallelize
+    from longspan.models.own import register_style
     from longspan.rule import Rule
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "ContextParallel": "longspan.comm",
@@ -25,8 +29,10 @@ _HOME = {
     "Rule": "longspan.rule",
     "Span": "longspan.layout",
     "attend": "longspan.attention",
+    "check": "longspan.checks",
     "init_mesh": "longspan.engine.mesh",
     "parallelize": "longspan.models",
+    "register_style": "longspan.models.own",
     "report": "longspan.models",
     "suspended": "longspan.models",
     "train": "longspan.engine.train",
@@ -40,8 +46,10 @@ __all__ = [
     "Span",
     "__version__",
     "attend",
+    "check",
     "init_mesh",
     "parallelize",
+    "register_style",
     "report",
     "suspended",
     "train",

@@ -1,7 +1,7 @@
 """The `longspan` command: arguments in, exit code out; the work is done elsewhere.
 
 Exit codes: 0 done, or stopped by SIGTERM with the state saved; 1 failed, or a comparison found a difference;
-2 a mistake in what the user gave, told in one line, before anything is started or written.
+2 a mistake in what the user gave, told in one line, before anything is started or written, or a model refused.
 
 Nothing here imports torch before a run really starts.
 """
@@ -27,6 +27,8 @@ _USAGE = """usage: longspan COMMAND ...
 
   longspan train CONFIG.toml [key=value ...] [--nproc N] [--dry-run]
   longspan compare A [B] [key=value ...] [--a key=value ...] [--b key=value ...]
+  longspan check MODEL [--full --text FILE] [--sizes N ...] [--json]
+  longspan sweep [TYPE ...] [--fast] [--out PAGE.md]
   longspan --version
 
 `longspan COMMAND --help` explains each."""
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-    commands = {"train": _train, "compare": _compare}
+    commands = {"train": _train, "compare": _compare, "check": _check, "sweep": _sweep}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if arguments else 2
@@ -234,3 +236,89 @@ def _compare(arguments: list[str]) -> int:
             export=options.export,
         )
     )
+
+
+# ---- longspan check, longspan sweep
+
+
+def _check(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="longspan check",
+        description="Prove that a model split over ranks equals itself on one: loss, whole logits, hidden states and "
+        "every gradient, on local CPU ranks, over batches that bite. Exit code 0: equal, 1: different, 2: refused.",
+        epilog="examples:\n"
+        "  longspan check Qwen/Qwen3-8B             its configuration, shrunk; no weights are loaded\n"
+        "  longspan check ./my-model/config.json\n"
+        "  longspan check gpt_oss                   the default configuration of a type\n"
+        "  longspan check ./my-model --full --text book.txt --length 129",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a hub id, a folder, a config.json, or a model type that transformers knows")
+    add("--sizes", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of ranks (default: 2 4)")
+    add("--scheme", choices=("exchange", "ulysses", "both"), default="both")
+    add("--layout", choices=("auto", "contiguous", "head_tail", "per_document"), default="auto")
+    add("--full", action="store_true", help="its own weights in fp32, on the text of --text")
+    add("--text", metavar="FILE", help="a text file, for --full")
+    add("--length", type=int, metavar="N", help="tokens per row (default: 37; with --full up to 257)")
+    add("--seed", type=int, default=0)
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("--record", help=argparse.SUPPRESS)  # for the ranks: where rank 0 writes what was found
+    options = parser.parse_args(arguments)
+    if options.full != (options.text is not None):
+        raise ConfigError("--full and --text FILE go together: real weights are compared on your text")
+    if options.text is not None and not Path(options.text).is_file():
+        raise ConfigError(f"--text {options.text}: no such file")
+    if any(not 2 <= size <= 16 for size in options.sizes):
+        raise ConfigError(f"--sizes {' '.join(map(str, options.sizes))}; expected 2 to 16 ranks")
+    if options.length is not None and options.length < 8:
+        raise ConfigError(f"--length {options.length}; expected at least 8")
+    from longspan.checks import program
+
+    request = program.Request(
+        model=options.model,
+        sizes=tuple(options.sizes),
+        schemes=("exchange", "ulysses") if options.scheme == "both" else (options.scheme,),
+        layout=options.layout,
+        full=options.full,
+        text=options.text,
+        length=options.length,
+        seed=options.seed,
+        trust_remote_code=options.trust_remote_code,
+    )
+    if options.record is not None:
+        rank = launch.place(os.environ).rank
+        return launch.as_worker(lambda: program.run_rank(request, Path(options.record)), rank)
+    program.find_config(request.model, trust_remote_code=request.trust_remote_code)  # mistakes are told before a start
+    answer, code = program.start(request, arguments)
+    if answer is None:
+        return code
+    print(json.dumps(answer, indent=2)) if options.json else program.show(answer)
+    return program.EXIT[answer["status"]]
+
+
+def _sweep(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="longspan sweep",
+        description="Check every causal-LM architecture of the installed transformers, shrunk, on 2 and 4 local CPU "
+        "ranks. Exit code 0: none is different, 1: one is.",
+    )
+    add = parser.add_argument
+    add("types", nargs="*", metavar="TYPE", help="model types (default: all)")
+    add("--fast", action="store_true", help="a few of every kind")
+    add("--lines", default="runs/sweep.jsonl", metavar="FILE", help="one line per architecture; those there are kept")
+    add("--out", metavar="PAGE.md", help="write the table")
+    add("--data", metavar="FILE", help="write the list of verified decoders")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    from longspan.checks import program, sweep
+
+    unknown = sorted(set(options.types) - set(sweep.architectures()))
+    if unknown:
+        raise ConfigError(f"not a causal LM that transformers registers: {', '.join(unknown)}")
+    kinds = options.types or (list(sweep.FAST) if options.fast else sweep.architectures())
+    file = Path(options.lines)
+    if options.worker:
+        return launch.as_worker(lambda: program.sweep_rank(kinds, file), launch.place(os.environ).rank)
+    return program.sweep_all(kinds, file, out=options.out, data=options.data)

@@ -70,9 +70,7 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, DeviceMesh) and self.mesh.ndim != 1:
-            raise ValueError(
-                f"a context-parallel mesh has one axis, got {self.mesh.mesh_dim_names}; pass mesh['cp']"
-            )
+            raise ValueError(f"a context-parallel mesh has one axis, got {self.mesh.mesh_dim_names}; pass mesh['cp']")
         if isinstance(self.layout, str) and self.layout not in layouts.NAMES:
             raise ValueError(f"unknown layout {self.layout!r}; choose one of {', '.join(layouts.NAMES)}")
         if isinstance(self.layout, Layout) and self.layout.size != self.size:
@@ -113,9 +111,7 @@ class ContextParallel:
             if self.layout.length != length:
                 raise ValueError(f"the layout is for {self.layout.length} tokens, the sequence has {length}")
             return replace(self, traffic=Traffic())
-        return replace(
-            self, layout=layouts.make(self.layout, length, self.size, boundaries), traffic=Traffic()
-        )
+        return replace(self, layout=layouts.make(self.layout, length, self.size, boundaries), traffic=Traffic())
 
     def bind_rows(self, rows: int) -> ContextParallel:
         """Like `bind`, for callers who know only how many rows each rank holds: one tiny collective."""
@@ -143,9 +139,11 @@ class ContextParallel:
         self.traffic.collectives += 1
         return every.view(self.size, -1).tolist()
 
-    def agree(self, check: Callable[[], T], inputs: Mapping[str, Any] | None = None) -> T:
+    @torch._dynamo.disable
+    def agree(self, check: Callable[[], T], inputs: Mapping[str, Any] | None = None, what: str = "batches") -> T:
         """Runs `check()` here, and raises the same ValueError on every rank if it raised on any, or if the ranks
-        were given different `inputs` (compared by hash; skipped with check_batch=False). One tiny collective."""
+        were given different `inputs` (compared by hash; skipped with check_batch=False). One tiny collective.
+        `what` the inputs are is for the error."""
         error: Exception | None = None
         result: Any = None
         hashes: dict[str, int] = {}
@@ -176,8 +174,8 @@ class ContextParallel:
             differing = [key for key in keys if len({each.get(key) for each in every}) > 1]
             ranks = [rank for rank, each in enumerate(every) if each != every[0]]
             raise ValueError(
-                f"context-parallel ranks were given different batches: {', '.join(differing)} on rank(s) {ranks} "
-                "differ from rank 0; every rank of a context-parallel group must get the same whole batch"
+                f"context-parallel ranks were given different {what}: {', '.join(differing)} on rank(s) {ranks} "
+                f"differ from rank 0; every rank of a context-parallel group must get the same"
             )
         return result
 
@@ -374,10 +372,7 @@ def _send_heads(cp: ContextParallel, heads: Sequence[Heads], tensors: Sequence[T
     layout = cp.bound
     pieces = [[t[:, h[rank].start : h[rank].stop] for t, h in zip(tensors, heads)] for rank in range(cp.size)]
     shapes = [
-        [
-            torch.Size((t.shape[0], h[cp.rank].size, layout.row_counts[rank], t.shape[3]))
-            for t, h in zip(tensors, heads)
-        ]
+        [torch.Size((t.shape[0], h[cp.rank].size, layout.row_counts[rank], t.shape[3])) for t, h in zip(tensors, heads)]
         for rank in range(cp.size)
     ]
     arrived = cp.start_exchange(pieces, shapes).wait()

@@ -7,7 +7,8 @@ Everything common is one interval of keys per query. With `q`, `k` positions in 
     low(q)  = max(q - behind, first position of q's document, first position of q's chunk)
     high(q) = min(q + ahead + 1, end of q's document, end of q's chunk)
 
-(chunk borders are counted from the beginning of the document)
+(chunk borders are counted from the beginning of the document; a span of tokens that see each other, such as those of
+an image, moves q - behind down to its beginning and q + ahead + 1 up to its end)
 
 causal: ahead = 0; sliding window W: behind = W - 1; bidirectional: neither. Both bounds grow with q, so a rectangle of
 queries and keys is classified from its corners. `visible_keys` holds padding (either side, or holes). `index` is any
@@ -79,6 +80,8 @@ class Rule:
     document_starts: tuple[int, ...] = ()  # ascending, first is 0; () is one document
     chunk_size: int | None = None
     chunk_origin: int = 0  # chunk borders lie at the document's first position + origin + n * size
+    together: tuple[Span, ...] = ()  # ascending: their tokens see each other, whatever `behind` and `ahead` say
+    together_behind: int | None = None  # as far back only
     visible_keys: tuple[Span, ...] | None = None  # None: all
     index: Index | None = None
 
@@ -111,11 +114,27 @@ class Rule:
 
     def behind_at_most(self, distance: int) -> Rule:
         """Keys at q - k <= distance only."""
-        return replace(self, behind=distance if self.behind is None else min(self.behind, distance))
+        nearer = distance if self.behind is None else min(self.behind, distance)
+        if not self.together:
+            return replace(self, behind=nearer)
+        within = distance if self.together_behind is None else min(self.together_behind, distance)
+        return replace(self, behind=nearer, together_behind=within)
 
     def ahead_at_most(self, distance: int) -> Rule:
         """Keys at k - q <= distance only; 0 is causal."""
+        if self.together:
+            raise ValueError("limit how far ahead a query sees before joining spans, not after")
         return replace(self, ahead=distance if self.ahead is None else min(self.ahead, distance))
+
+    def joined(self, spans: Iterable[Span]) -> Rule:
+        """The tokens of each span also see each other, beyond the distances set so far (those set later hold for them
+        too). The spans must not overlap; documents and chunks still part them."""
+        if self.together:
+            raise ValueError("this rule has spans that see each other already")
+        ordered = tuple(sorted(span for span in spans if span.size > 1))
+        if any(a.stop > b.start for a, b in zip(ordered, ordered[1:])):
+            raise ValueError(f"spans that see each other must not overlap, got {ordered[:8]}")
+        return replace(self, together=ordered)
 
     def packed(self, starts: Iterable[int]) -> Rule:
         """Documents that do not see each other; `starts` are their first positions (0 may be left out)."""
@@ -155,6 +174,13 @@ class Rule:
         """low and high (exclusive) of the interval each query sees, before visible_keys and index."""
         low = np.zeros_like(q) if self.behind is None else np.maximum(q - self.behind, 0)
         high = np.full_like(q, FAR) if self.ahead is None else q + self.ahead + 1
+        if self.together:
+            edges = np.array([(span.start, span.stop) for span in self.together], dtype=np.int64)
+            at = np.searchsorted(edges[:, 0], q, side="right") - 1
+            inside = (at >= 0) & (q < edges[at, 1])
+            first = edges[at, 0] if self.together_behind is None else np.maximum(edges[at, 0], q - self.together_behind)
+            low = np.where(inside, np.minimum(low, first), low)
+            high = np.where(inside, np.maximum(high, edges[at, 1]), high)
         origin: NDArray[np.int64] | int = self.chunk_origin
         if self.document_starts:
             starts = np.array([*self.document_starts, FAR], dtype=np.int64)
@@ -218,9 +244,16 @@ class Rule:
             return Kind.PARTIAL
         if at.low_last <= k.start and at.high_first >= k.stop:
             return Kind.FULL
-        if q == k and self.ahead == 0 and at.low_last <= k.start and at.high_last >= k.stop:
+        causal = self.ahead == 0 and not self._within(q)
+        if q == k and causal and at.low_last <= k.start and at.high_last >= k.stop:
             return Kind.CAUSAL
         return Kind.PARTIAL
+
+    def _within(self, q: Span) -> list[int]:
+        """Where spans that see each other begin or end inside q, and q's beginning if one covers it."""
+        first = bisect.bisect_right(self.together, q.start, key=lambda span: span.stop)
+        last = bisect.bisect_left(self.together, q.stop, key=lambda span: span.start)
+        return [max(edge, q.start) for span in self.together[first:last] for edge in span]
 
     def pairs(self, q: Span, k: Span) -> int:
         """Exactly how many (query, key) pairs of the rectangle are visible. O(q + k) unless there is an index."""
@@ -281,11 +314,12 @@ class Rule:
     def _query_pieces(self, q: Span) -> Iterator[Span]:
         first = bisect.bisect_right(self.document_starts, q.start)
         last = bisect.bisect_left(self.document_starts, q.stop)
-        cuts = list(self.document_starts[first:last])
+        documents = list(self.document_starts[first:last])
+        cuts = [*documents, *self._within(q)]
         if self.chunk_size is not None and q.size:
             size = self.chunk_size
-            starts = [self.document_starts[first - 1] if first else 0, *cuts]
-            for start, stop in zip(starts, [*cuts, q.stop]):
+            starts = [self.document_starts[first - 1] if first else 0, *documents]
+            for start, stop in zip(starts, [*documents, q.stop]):
                 border = start + self.chunk_origin
                 border += -((border - max(start, q.start)) // size) * size
                 cuts = [*cuts, *range(border, stop, size)]
@@ -330,9 +364,7 @@ def merge_blocks(blocks: Iterable[Block]) -> list[Block]:
                 break
             available.remove(bridge)
             last = joined.pop()
-            square = Block(
-                Span(last.q.start, square.q.stop), Span(last.k.start, square.k.stop), Kind.CAUSAL
-            )
+            square = Block(Span(last.q.start, square.q.stop), Span(last.k.start, square.k.stop), Kind.CAUSAL)
         joined.append(square)
     return sorted([*joined, *available, *partial], key=lambda b: (b.q, b.k))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from longspan import cost
@@ -25,6 +26,7 @@ SCHEMES = ("auto", "ulysses", "exchange")
 __all__ = ["SCHEMES", "attend", "choose_scheme"]
 
 
+@torch._dynamo.disable  # graphs end here: plans and exchanges are made by Python, once per batch
 def attend(
     q: Tensor,
     k: Tensor,

@@ -87,7 +87,9 @@ def make_plan(layout: Layout, rank: int, rules: Sequence[Rule], stages: int | No
     if stages is None:
         stages = min(3, max(1, layout.size - 1))
     check_stages(stages, layout.size)
-    return _make_plan(layout, rank, tuple(rules), stages)
+    # Index functions hold tensors, a whole mask perhaps: only the plans of the batch at hand are kept for those.
+    cached = _few_plans if any(rule.index is not None for rule in rules) else _many_plans
+    return cached(layout, rank, tuple(rules), stages)
 
 
 def check_stages(stages: int, size: int) -> None:
@@ -97,7 +99,6 @@ def check_stages(stages: int, size: int) -> None:
         raise ValueError(f"stages must lie within 1..{limit} for {size} ranks, got {stages}")
 
 
-@lru_cache(maxsize=64)
 def _make_plan(layout: Layout, rank: int, rules: tuple[Rule, ...], stages: int) -> Plan:
     runs = _runs(rules)
     touched = {batch: np.zeros(layout.row_counts[rank], dtype=bool) for batch, _ in runs}
@@ -116,6 +117,10 @@ def _make_plan(layout: Layout, rank: int, rules: tuple[Rule, ...], stages: int) 
         if group:
             planned.append(Stage(pieces, tuple(fetch), tuple(send)))
     return Plan(layout, rank, rules, tuple(planned))
+
+
+_many_plans = lru_cache(maxsize=64)(_make_plan)
+_few_plans = lru_cache(maxsize=4)(_make_plan)
 
 
 def _runs(rules: tuple[Rule, ...]) -> list[tuple[Span, Rule]]:

@@ -13,6 +13,7 @@ Stand-ins are put into the parent module for the duration of one call, on the ca
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,20 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from longspan.models.decoder import REQUEST, STATE, Request, State, brings_cache, call_arguments, plain_forward, plainly
+from longspan.models.decoder import (
+    REQUEST,
+    STATE,
+    Request,
+    State,
+    brings_cache,
+    call_arguments,
+    check_dropout,
+    plain_forward,
+    plainly,
+)
+from longspan.models.find import decoder_of, parent_of
 from longspan.models.forward import Forward
+from longspan.models.hooks import masks_later
 from longspan.scoring import (
     IGNORE,
     causal_lm_loss,
@@ -36,25 +49,41 @@ from longspan.scoring import (
 
 # What a sum over rows, divided by a count, expresses.
 KNOWN_LOSSES = (ForCausalLMLoss, causal_lm_loss)
+OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 LOGITS = ("auto", "whole", "local", "none")
 
 
-class StandIn(nn.Module):
-    """A module whose forward is a plain function."""
+def scored_from_rows(model: Any) -> bool:
+    """Whether a model's head is a causal LM's that leaves its loss to `loss_function`, so that local rows do. Any other
+    head gets whole hidden states, and keeps its own loss."""
+    if model.get_output_embeddings() is None:
+        return False
+    forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
+    codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
+    return any(code is not None and "loss_function" in code.co_names for code in codes)
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+
+class StandIn(nn.Module):
+    """A module whose forward is a plain function, and whose everything else is the original's: models ask their
+    decoder for its embeddings or its config."""
+
+    def __init__(self, function: Callable[..., Any], original: nn.Module) -> None:
         super().__init__()
         self.function = function
+        self.behind = [original]  # in a list, not to become a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["behind"][0], name)
 
 
 @contextmanager
 def replaced(parent: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """`parent.name` answers with `function` inside the block."""
     original = parent._modules[name]
-    parent._modules[name] = StandIn(function)
+    parent._modules[name] = StandIn(function, original)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -76,15 +105,7 @@ def loss_answered(model: nn.Module, function: Callable[..., Any]) -> Iterator[No
             del model._loss_function
 
 
-def parent_of(model: nn.Module, decoder: nn.Module) -> tuple[nn.Module, str]:
-    """The module that holds the decoder, and the name it goes by there."""
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is decoder:
-                return parent, name
-    raise ValueError(f"{type(decoder).__name__} is not a part of {type(model).__name__}")
-
-
+@torch._dynamo.disable(recursive=False)
 def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward that replaces a causal LM's; its signature stays the model's own."""
     state: State = getattr(self, STATE)
@@ -96,7 +117,8 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if state.suspended or (caches and not scored):
         with plainly(state):
             return original(*args, **kwargs)
-    decoder = self.get_decoder()
+    check_dropout(self)
+    decoder = decoder_of(self)
     parent, name = parent_of(self, decoder)
     vocabulary = self.get_output_embeddings().weight.shape[0]
     keep = call.pop("logits_to_keep", 0)
@@ -108,17 +130,27 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     loss_function = self.loss_function if scored else None
     request = Request(
         inputs={"labels": labels, "shift_labels": shift_labels},
-        check=lambda batch, length: _check(call, batch, length, vocabulary, loss_function, everything_kept),
+        check=lambda batch, length: _check(
+            call,
+            batch,
+            length,
+            vocabulary,
+            loss_function,
+            everything_kept,
+            blind_see_all=_blind_see_all(state, decoder),
+        ),
     )
 
     def head(hidden: Tensor, **options: Any) -> Tensor:
         """Logits of hidden rows, by the model's own forward."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         answer_hidden = request.output_class(last_hidden_state=hidden)
-        with replaced(parent, name, lambda *args, **kwargs: answer_hidden):
+        with replaced(parent, name, lambda *args, **kwargs: answer_hidden), masks_later():
             return original(input_ids=ids, use_cache=False, return_dict=True, **options).logits
 
     def body(*body_args: Any, **body_kwargs: Any) -> Any:
+        for name in OF_THE_HEAD:  # some models hand their head's arguments on, for nobody
+            body_kwargs.pop(name, None)
         outputs = decoder(*body_args, **{**body_kwargs, REQUEST: request})
         request.output_class = type(outputs)
         return type(outputs)(**{**outputs, "last_hidden_state": outputs.last_hidden_state[:, :0]})
@@ -128,7 +160,7 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if scored:
         # Any tensor makes the model ask for its loss; the answer is computed from the whole labels kept here.
         call["labels"] = labels if labels is not None else shift_labels
-    with replaced(parent, name, body), loss_answered(self, answer):
+    with replaced(parent, name, body), loss_answered(self, answer), masks_later():
         out = original(**{**call, "use_cache": False, "return_dict": True})
     if request.forward is None or request.hidden is None or (scored and not answer.asked):
         raise ValueError(
@@ -168,6 +200,7 @@ class _Loss:
         self.asked = False
         self.logits: Tensor | None = None
 
+    @torch._dynamo.disable(recursive=False)
     def __call__(self, *args: Any, num_items_in_batch: Any = None, ignore_index: int = IGNORE, **_: Any) -> Tensor:
         self.asked = True
         forward: Forward | None = self.request.forward
@@ -199,6 +232,8 @@ def _check(
     vocabulary: int,
     loss_function: Callable[..., Any] | None,
     everything_kept: bool,
+    *,
+    blind_see_all: bool,
 ) -> None:
     labels, shift_labels = call.get("labels"), call.get("shift_labels")
     if labels is None and shift_labels is None:
@@ -218,3 +253,21 @@ def _check(
             f"the model has its own loss function {name}, which a sum over shards may not express; call the model "
             "without labels and compute the loss from the whole logits"
         )
+    mask = call.get("attention_mask")
+    if blind_see_all and isinstance(mask, Tensor) and tuple(mask.shape) == (batch, length):
+        targets = shift_labels if shift_labels is not None else shift_left(labels)  # type: ignore[arg-type]
+        blind = mask.cumsum(1) == 0
+        scored = (targets.to(mask.device) != call.get("ignore_index", IGNORE)) & blind
+        if bool(scored.any()):
+            row, token = (int(i) for i in scored.nonzero()[0])
+            raise ValueError(
+                f"the token at [{row}, {token + 1}] is predicted from padding on its left, which sees no key; the "
+                "eager attention of this model lets it see all keys, later ones too. Set that label to -100, or "
+                "load the model with attn_implementation='sdpa'"
+            )
+
+
+def _blind_see_all(state: State, decoder: nn.Module) -> bool:
+    """Whether a query that sees no key attends to all of them in the plain model: eager attention adds the same huge
+    number to every score. (With sinks it attends to those, and the answer is 0, as everywhere else.)"""
+    return state.original_backend == "eager" and not any(n.endswith("sinks") for n, _ in decoder.named_parameters())

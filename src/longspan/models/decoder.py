@@ -11,16 +11,17 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longspan.comm import ContextParallel
-from longspan.models.forward import Forward, document_starts
-from longspan.models.hooks import ACTIVE
+from longspan.models import inputs, numbering, rope
+from longspan.models.forward import Forward, Given
+from longspan.models.hooks import ACTIVE, LAZY, masks_later
 
 # Arguments with a token dimension, and which it is.
 PER_TOKEN = {
@@ -51,8 +52,12 @@ class State:
     logits: str
     backend: str  # the hook's name: "longspan_sdpa"
     original_backend: str
+    attention_modules: int | None = None  # that call for attention in a plain forward, where that was tried
+    mixing: tuple[str, ...] = ()  # paths of the decoder's convolutions and recurrent modules, none of which may run
+    numbers_itself: bool = False  # the decoder has modules that number tokens (models.numbering)
     suspended: bool = False
     last: dict[str, Any] | None = None
+    facts: dict[Any, Any] = field(default_factory=dict)  # what trials of the decoder's beginning have shown
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return replace(self, last=None)  # process groups cannot be copied: a copied model uses the same one
@@ -110,10 +115,15 @@ def sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds")
-    whole: Tensor = ids if ids is not None else embeds  # type: ignore[assignment]
+    whole = _tokens(arguments)
     if whole.ndim != (2 if ids is not None else 3):
         raise ValueError(f"ids are [batch, length], embeddings [batch, length, width]; got {tuple(whole.shape)}")
     return whole.shape[0], whole.shape[1]
+
+
+def _tokens(arguments: Mapping[str, Any]) -> Tensor:
+    """Ids or embeddings, whichever were given."""
+    return arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
 
 
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
@@ -126,7 +136,13 @@ def install(module: nn.Module, forward: Callable[..., Any], state: State) -> Non
     along when the module is copied, to work on the copy."""
     if "forward" in module.__dict__:
         setattr(module, PLAIN, module.__dict__["forward"])
-    wrapped = functools.wraps(type(module).forward)(forward)
+
+    # A function of its own for each module: it carries the signature by which trainers choose a batch's columns.
+    @functools.wraps(type(module).forward)
+    @torch._dynamo.disable(recursive=False)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
     setattr(module, STATE, state)
     module.forward = types.MethodType(wrapped, module)  # type: ignore[method-assign]
 
@@ -140,6 +156,7 @@ def uninstall(module: nn.Module) -> None:
     module.__dict__.pop(STATE, None)
 
 
+@torch._dynamo.disable(recursive=False)  # what is called inside is compiled; the checks and the hand-over are not
 def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that replaces the decoder's."""
     state: State = getattr(self, STATE)
@@ -148,18 +165,27 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     arguments = call_arguments(original, args, kwargs)
     # use_cache=True alone is not generation: wrappers fill it in from the config.
     if state.suspended or (request is None and brings_cache(arguments)):
-        return original(*args, **kwargs)
-    inputs = {**arguments, **({} if request is None else request.inputs)}
-    prepared = state.cp.agree(lambda: _prepare(self, state, arguments, request), inputs)
-    local = _local_arguments(prepared, arguments)
-    device = local["attention_mask"].device
+        if LAZY.get() is None:
+            return original(*args, **kwargs)
+        with masks_later(False):
+            return original(**{**arguments, "attention_mask": inputs.made(arguments.get("attention_mask"))})
+    mask = inputs.contents(arguments.get("attention_mask"))
+    everything = {**arguments, "attention_mask": mask, **({} if request is None else request.inputs)}
+    prepared = state.cp.agree(lambda: _prepare(self, state, arguments, request), everything)
+    local = _local_arguments(prepared, arguments, numbers_itself=state.numbers_itself)
+    device = _tokens(arguments).device
     before = _random_state(device)
     token = ACTIVE.set(prepared)
     try:
-        outputs = original(**local)
+        with ExitStack() as stack:
+            stack.enter_context(rope.whole_length(self, prepared.cp))
+            stack.enter_context(mixing_refused(self, state.mixing))
+            if state.numbers_itself:
+                stack.enter_context(numbering.on_whole_batches(self, prepared, arguments))
+            outputs = original(**local)
     finally:
         ACTIVE.reset(token)
-    _check_attention_ran(self, prepared)
+    _check_attention_ran(self, prepared, state.attention_modules)
     if not torch.equal(before, _random_state(device)):
         raise ValueError(
             f"{type(self).__name__} drew random numbers (dropout, router jitter, layer drop): what they fall on "
@@ -175,6 +201,49 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _whole_outputs(prepared, outputs, request)
 
 
+@torch._dynamo.disable(recursive=False)
+def outer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward that replaces that of a model whose head stays its own: masks made in it are left to the decoder."""
+    state: State = getattr(self, STATE)
+    original = plain_forward(self)
+    if state.suspended or brings_cache(call_arguments(original, args, kwargs)):
+        return original(*args, **kwargs)
+    check_dropout(self)
+    with masks_later():
+        return original(*args, **kwargs)
+
+
+def mixing_modules(decoder: nn.Module) -> tuple[str, ...]:
+    """Paths of modules that mix tokens other than by attention."""
+    return tuple(path for path, m in decoder.named_modules() if isinstance(m, nn.Conv1d | nn.RNNBase))
+
+
+@contextmanager
+def mixing_refused(decoder: nn.Module, paths: tuple[str, ...]) -> Iterator[None]:
+    """Inside the block these modules raise ValueError when they are called."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        path = next(p for p in paths if decoder.get_submodule(p) is module)
+        kind = type(module).__name__
+        raise ValueError(f"{type(decoder).__name__} mixes tokens in {path} ({kind}), which is not supported yet")
+
+    with ExitStack() as stack:
+        for path in paths:
+            stack.callback(decoder.get_submodule(path).register_forward_pre_hook(refuse).remove)
+        yield
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Raises ValueError for dropout while training. In the decoder what drops depends on the split; above it each rank
+    would drop entries of its own, and their gradients would not be one rank's."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0 and module.training:
+            raise ValueError(
+                f"dropout {module.p} in {name}: what drops depends on the split, so no rank count would equal another; "
+                "set the config's dropout probabilities to 0"
+            )
+
+
 def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
@@ -188,38 +257,27 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
             f"the attention backend was changed to {backend!r} after parallelize(); call unparallelize() first, "
             "change it, then parallelize() again"
         )
-    if decoder.training:
-        for name, module in decoder.named_modules():
-            if isinstance(module, nn.Dropout) and module.p > 0:
-                raise ValueError(
-                    f"dropout {module.p} in {name}: what drops depends on the split, so no rank count would equal "
-                    "another; set the config's dropout probabilities to 0"
-                )
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor) or name == "attention_mask":
-            if isinstance(value, Mapping | list | tuple):
-                raise ValueError(f"{name} of type {type(value).__name__} is not supported under context parallelism")
-            continue
-        if value.ndim == 0:
-            continue
-        if name not in PER_TOKEN:
-            raise ValueError(
-                f"the decoder was given {name} of shape {tuple(value.shape)}; longspan does not know whether it is per "
-                f"token (known: {', '.join(PER_TOKEN)}, attention_mask)"
-            )
-        if value.shape[PER_TOKEN[name]] != length:
-            raise ValueError(f"{name} has {value.shape[PER_TOKEN[name]]} tokens, the batch has {length}")
-    visible = _visible(arguments.get("attention_mask"), batch, length)
-    positions = arguments.get("position_ids")
-    documents: tuple[tuple[int, ...], ...] = ()
-    if positions is not None and arguments.get("attention_mask") is None:
-        if positions.ndim > 2:
-            raise ValueError("position_ids with several rows per token (multimodal) are not supported yet")
-        # transformers reads packing from positions only where there is no 2-D mask.
-        documents = document_starts(positions.expand(batch, -1) if positions.shape[0] != batch else positions)
+    check_dropout(decoder)
+    _check_arguments(arguments, batch, length)
+    mask = arguments.get("attention_mask")
+    plain = plain_forward(decoder)
+    documents = inputs.bounded_documents(arguments, batch, length)
+    visible: Tensor | None = None
+    given: dict[str | None, Given] = {}
+    if isinstance(mask, Tensor) and mask.ndim < 4:
+        visible = _visible(mask, batch, length)
+        if visible is not None and documents is not None:
+            raise ValueError("attention_mask hides tokens and cu_seq_lens_q bounds documents: leave one of them out")
+    elif mask is not None:
+        backend = state.original_backend
+        given = inputs.given_masks(decoder, plain, state.facts, backend, mask, batch, length, documents)
+    # transformers reads packing from positions only where there is no mask.
+    if documents is None and not given and not isinstance(mask, Tensor):
+        documents = inputs.packed_documents(decoder, plain, state.facts, arguments.get("position_ids"), batch)
     if request is not None:
         request.check(batch, length)
-    boundaries = sorted({start for row in documents for start in row})
+    packed = [*(documents or ()), *(rule.document_starts for each in given.values() for rule in each.rules)]
+    boundaries = sorted({start for row in packed for start in row})
     name = state.layout
     if name == "auto":
         # Cutting every document pays only where the pieces are worth a kernel call.
@@ -229,49 +287,85 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
         replace(state.cp, layout=name).bind(length, boundaries),
         batch=batch,
         visible=visible,
-        documents=documents,
+        documents=documents or (),
+        given=given,
         scheme=state.scheme,
         kernel=state.kernel,
         stages=state.stages,
     )
 
 
-def _visible(mask: Any, batch: int, length: int) -> Tensor | None:
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask must be [batch, length] under context parallelism, got {shape}")
+def _check_arguments(arguments: Mapping[str, Any], batch: int, length: int) -> None:
+    """Every tensor must be known, and per token where it is to be cut."""
+    for name, value in arguments.items():
+        if name == "attention_mask" or name in inputs.BOUNDS + inputs.LONGEST:
+            continue
+        if isinstance(value, Mapping | list | tuple):
+            raise ValueError(f"{name} of type {type(value).__name__} is not supported under context parallelism")
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            continue
+        if name not in PER_TOKEN:
+            raise ValueError(
+                f"the decoder was given {name} of shape {tuple(value.shape)}; longspan does not know whether it is per "
+                f"token (known: {', '.join(PER_TOKEN)}, attention_mask)"
+            )
+        if value.shape[PER_TOKEN[name]] != length:
+            raise ValueError(f"{name} has {value.shape[PER_TOKEN[name]]} tokens, the batch has {length}")
+    positions = arguments.get("position_ids")
+    if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-2] not in (1, batch)):
+        raise ValueError(
+            f"position_ids are [B, S] or, with several rows per token, [rows, B, S] for B = {batch} and S = {length}; "
+            f"got {tuple(positions.shape)}"
+        )
+
+
+def _visible(mask: Tensor, batch: int, length: int) -> Tensor | None:
+    """Which tokens are real, bool [B, S]; None where all are."""
     if tuple(mask.shape) != (batch, length):
         raise ValueError(f"attention_mask is {tuple(mask.shape)}, the batch is {(batch, length)}")
     visible = mask.bool()
     return None if bool(visible.all()) else visible
 
 
-def _local_arguments(prepared: Forward, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's arguments on this rank: per-token tensors cut, positions made, the mask whole."""
+def _local_arguments(prepared: Forward, arguments: dict[str, Any], *, numbers_itself: bool = False) -> dict[str, Any]:
+    """The decoder's arguments on this rank: per-token tensors cut, positions made (unless its own modules number
+    tokens), the mask whole or bound."""
     cp = prepared.cp
-    local = {k: v for k, v in arguments.items() if k not in CACHES and k != "cache_position"}
-    whole = local["input_ids"] if local.get("input_ids") is not None else local["inputs_embeds"]
-    if local.get("position_ids") is None:
-        local["position_ids"] = torch.arange(prepared.length, device=whole.device)[None]
+    dropped = (*CACHES, *inputs.BOUNDS, *inputs.LONGEST, "cache_position")
+    local = {k: v for k, v in arguments.items() if k not in dropped}
+    device = _tokens(arguments).device
+    if numbers_itself:
+        if any(prepared.documents) and local.get("position_ids") is None:
+            raise ValueError("this decoder numbers tokens itself; pass position_ids that restart with each document")
+    elif local.get("position_ids") is None:
+        local["position_ids"] = torch.arange(prepared.length, device=device)[None]
+        if any(prepared.documents):
+            # As each document alone has them. Plain flash attention goes on counting, which RoPE cannot tell.
+            begins = torch.zeros(prepared.batch, prepared.length, dtype=torch.int64, device=device)
+            for row, starts in zip(begins, prepared.documents):
+                row[list(starts)] = torch.tensor(starts, dtype=torch.int64, device=device)
+            local["position_ids"] = local["position_ids"] - begins.cummax(-1).values
     for name, dim in PER_TOKEN.items():
         if isinstance(local.get(name), Tensor):
             local[name] = local[name].narrow(dim, 0, 1) if prepared.idle else cp.cut(local[name], dim)
     visible = prepared.visible
     if visible is None:
-        visible = torch.ones(prepared.batch, prepared.length, dtype=torch.bool, device=whole.device)
-    local["attention_mask"] = visible
+        # Where one mask was given for all layers, the hook answers with that whenever one is asked for.
+        visible = torch.ones(prepared.batch, prepared.length, dtype=torch.bool, device=device)
+    by_type = {kind: prepared.given_mask(kind) for kind in prepared.given if kind is not None}
+    local["attention_mask"] = by_type or visible
     local["use_cache"] = False
     return local
 
 
-def _check_attention_ran(decoder: nn.Module, prepared: Forward) -> None:
-    layers = getattr(decoder.config, "num_hidden_layers", None)
-    if not prepared.seen or (layers is not None and len(prepared.seen) != layers):
+def _check_attention_ran(decoder: nn.Module, prepared: Forward, expected: int | None) -> None:
+    """Where no plain forward was tried (weights on the meta device), one attention module per layer is expected."""
+    if expected is None:
+        expected = getattr(decoder.config, "num_hidden_layers", None)
+    if not prepared.seen or (expected is not None and len(prepared.seen) != expected):
         raise ValueError(
             f"{len(prepared.seen)} attention modules of {type(decoder).__name__} went through longspan, but it has "
-            f"{layers} layers: the others would have attended within a shard only; this model is not supported"
+            f"{expected}: the others would have attended within a shard only; this model is not supported"
         )
 
 
@@ -302,6 +396,8 @@ def _whole(prepared: Forward, local: Tensor) -> Tensor:
     rows = prepared.model_rows
     if local.ndim >= 3 and local.shape[:2] == (prepared.batch, rows):
         return prepared.cp.gather(local[:, :0] if prepared.idle else local, 1)
+    if local.ndim >= 4 and local.shape[1:3] == (prepared.batch, rows):  # several streams
+        return prepared.cp.gather(local[:, :, :0] if prepared.idle else local, 2)
     if local.ndim >= 1 and local.shape[0] == prepared.batch * rows:
         by_row = local.unflatten(0, (prepared.batch, rows))
         return prepared.cp.gather(by_row[:, :0] if prepared.idle else by_row, 1).flatten(0, 1)

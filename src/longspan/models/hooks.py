@@ -7,12 +7,17 @@ cache and recomputation of such forwards are the plain model's, bit for bit.
 Inside a split forward the mask function returns a BoundRule. It has no argument that could carry the Forward (masks
 are made from configs, and models reshape the 2-D mask on its way), so that one hand-over goes through a context
 variable, set around the decoder's forward only. Attention never reads the Forward from there: it comes with the rule.
+
+Some models make the decoder's masks above it (image blocks that see each other). While such a model's forward runs,
+another context variable lets the mask function answer with the request itself, a LazyMask: the decoder's boundary binds
+it, or has the tensor made where the decoder runs whole after all.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,10 +36,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longspan.attention import attend
 from longspan.attention.ulysses import HeadSplit, own_heads, split_heads, to_heads
-from longspan.models.forward import BoundRule, Forward, make_rules
+from longspan.models.forward import BoundRule, Forward, LazyMask
 
 PREFIX = "longspan_"
 ACTIVE: ContextVar[Forward | None] = ContextVar("longspan_forward", default=None)
+LAZY: ContextVar[list[LazyMask] | None] = ContextVar("longspan_lazy_masks", default=None)
+COUNTED: ContextVar[list[int] | None] = ContextVar("longspan_counted", default=None)
 
 # Keywords that say nothing about which scores count, or repeat what the rule says already.
 NEUTRAL = {
@@ -54,6 +61,29 @@ def register(original: str) -> str:
     return name
 
 
+@contextmanager
+def masks_later(on: bool = True) -> Iterator[list[LazyMask]]:
+    """Inside the block, outside split forwards, masks that transformers is asked for are LazyMasks (with on=False: are
+    made at once); the list holds all of them."""
+    asked: list[LazyMask] = []
+    token = LAZY.set(asked if on else None)
+    try:
+        yield asked
+    finally:
+        LAZY.reset(token)
+
+
+@contextmanager
+def attention_counted() -> Iterator[list[int]]:
+    """Inside the block, outside split forwards, the ids of modules that call for attention are collected."""
+    calls: list[int] = []
+    token = COUNTED.set(calls)
+    try:
+        yield calls
+    finally:
+        COUNTED.reset(token)
+
+
 def original_attention(module: nn.Module, backend: str) -> Callable[..., Any]:
     """The backend's own attention function; "eager" is each modeling file's own."""
     if backend == "eager":
@@ -65,19 +95,27 @@ def original_attention(module: nn.Module, backend: str) -> Callable[..., Any]:
 
 
 def _mask_over(backend: str) -> Callable[..., Any]:
+    @torch._dynamo.disable
     def longspan_mask(*args: Any, **kwargs: Any) -> Any:
         original = ALL_MASK_ATTENTION_FUNCTIONS[backend]
-        forward = ACTIVE.get()
-        if forward is None:
+        forward, later = ACTIVE.get(), LAZY.get()
+        if forward is None and later is None:
             return original(*args, **kwargs)
-        return _bound_rule(forward, original, args, kwargs)
+        if args or "mask_function" not in kwargs:
+            raise ValueError("this version of transformers builds masks in a way longspan does not know")
+        if forward is not None:
+            return _bound_rule(forward, original, kwargs)
+        mask = LazyMask(original, kwargs)
+        if later is not None:
+            later.append(mask)
+        return mask
 
     return longspan_mask
 
 
-def _bound_rule(forward: Forward, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> BoundRule:
-    if args or "mask_function" not in kwargs:
-        raise ValueError("this version of transformers builds masks in a way longspan does not know")
+def _bound_rule(forward: Forward, original: Callable[..., Any], kwargs: dict[str, Any]) -> BoundRule:
+    if None in forward.given:
+        return forward.given_mask(None)
     local = forward.model_rows
     q_length = kwargs["q_length"]
     if q_length != local or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
@@ -85,7 +123,6 @@ def _bound_rule(forward: Forward, original: Callable[..., Any], args: Any, kwarg
             f"a mask for {q_length} queries was asked for in a forward of {local} rows per rank; cross-attention and "
             "caches are not supported under context parallelism"
         )
-    rules = make_rules(forward, kwargs["mask_function"])
 
     def make_mask() -> Any:
         if any(forward.documents) and original not in (sdpa_mask, eager_mask):
@@ -103,10 +140,11 @@ def _bound_rule(forward: Forward, original: Callable[..., Any], args: Any, kwarg
             plain["allow_is_causal_skip"] = False
         return original(**{**plain, "mask_function": function})
 
-    return BoundRule(forward, rules, make_mask)
+    return BoundRule(forward, lambda: forward.rules(kwargs["mask_function"]), make_mask)
 
 
 def _attention_over(backend: str) -> Callable[..., Any]:
+    @torch._dynamo.disable
     def longspan_attention(
         module: nn.Module,
         query: Tensor,
@@ -123,6 +161,11 @@ def _attention_over(backend: str) -> Callable[..., Any]:
                     f"{_name(module)} was given {type(attention_mask).__name__} instead of the mask that longspan "
                     "made: this model builds its own, which does not know of the split"
                 )
+            if isinstance(attention_mask, LazyMask):
+                attention_mask = attention_mask.tensor()
+            counted = COUNTED.get()
+            if counted is not None:
+                counted.append(id(module))
             plain = original_attention(module, backend)
             return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         forward = attention_mask.forward
@@ -173,6 +216,8 @@ def _understood(module: nn.Module, bound: BoundRule, kwargs: dict[str, Any]) -> 
             options["softcap"] = float(value)
         elif key in SINKS:
             options["sinks"] = value
+        elif key == "sliding_window" and bound.given:
+            continue
         elif key == "sliding_window":
             reach = bound.rules[0].behind if bound.rules else value - 1
             if reach is None or reach + 1 != value:

@@ -1,0 +1,3 @@
+"""The version, for code that must not import the package's public names."""
+
+VERSION = "0.1.0"
