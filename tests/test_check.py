@@ -152,8 +152,24 @@ def in_a_job():
         reports.append(longspan.check(model, {**batch, "attention_mask": left_padded(2, 21)}))
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     reports.append(longspan.check(wrapped, batch))
+    report = fully_sharded(batch)
+    reports.append(report)
     kept = all(torch.equal(before[n], p.grad) for n, p in model.named_parameters())
     return [r.status for r in reports], [str(r) for r in reports], kept, model.training
+
+
+def fully_sharded(batch):
+    from torch.distributed.fsdp import fully_shard
+
+    model = longspan.parallelize(tiny.build("llama"), dist.group.WORLD)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    right = longspan.check(model, batch)
+    with dropped_mask():
+        wrong = longspan.check(model, {**batch, "attention_mask": left_padded(2, 21)})
+    assert wrong.status == "different" and wrong.findings[0].cause == "mask", str(wrong)
+    return right
 
 
 def left_padded(rows, length):
@@ -164,7 +180,7 @@ def left_padded(rows, length):
 
 def test_check_inside_a_job(run_ranks):
     for statuses, texts, gradients_kept, training in run_ranks(in_a_job, 2):
-        assert statuses == ["equal", "equal", "different", "equal"], texts
+        assert statuses == ["equal", "equal", "different", "equal", "equal"], texts
         assert "mask" in texts[2] and "batch row 0, token 9" in texts[2]
         assert gradients_kept and not training
 
@@ -213,6 +229,25 @@ def test_the_command(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_the_command_with_real_weights(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", *(f"w{i}" for i in range(90))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    tiny.build("qwen3").save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i * 7 % 90}" for i in range(100)))
+    options = ["--full", "--text", "text.txt", "--length", "29", "--sizes", "2", "--scheme", "ulysses"]
+    done = cli("check", "model", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "its own weights" in done.stdout and "equal to one rank" in done.stdout
+
+    done = cli("check", "model", "--full", folder=tmp_path)
+    assert done.returncode == 2 and "--full and --text" in done.stderr
+
+
 def test_a_few_architectures_of_every_kind(tmp_path):
     """The sweep's fast part; the whole is run nightly (`longspan sweep`)."""
     page, lines = tmp_path / "models.md", tmp_path / "sweep.jsonl"
@@ -259,6 +294,6 @@ def test_the_list_of_verified_decoders_is_the_table():
 
     page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
     equal = page.split("## Equal")[1].split("## Refused")[0]
-    assert len(verified()) >= 100
+    assert len(verified()["decoders"]) >= 100
     for kind in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "mixtral", "gpt2"):
-        assert kind in verified() and f"| {kind} |" in equal
+        assert kind in verified()["decoders"] and f"| {kind} |" in equal

@@ -47,6 +47,14 @@ def settings(folder, changes):
     return config
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss", "vocab_size": 262, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 8, "initializer_range": 0.1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
 @pytest.fixture
 def folder(tmp_path):
     records = [
@@ -246,6 +254,19 @@ def test_a_step_that_is_not_finite_stops_every_rank_before_it_updates(run_ranks,
     for text in run_ranks(raises, 2, str(folder / "run"), changes):
         assert text.startswith("FloatingPointError: step 2: loss") and "nothing saved" in text
     assert [path.name for path in checkpoint.checkpoints(folder / "run")] == ["step-1"]
+
+
+def test_models_that_let_packed_documents_see_each_other(run_ranks, folder):
+    """gpt-oss does not read documents from positions: packing is refused, on one rank as on two; single documents, with
+    padding behind them, train alike."""
+    changes = {"model.config": GPT_OSS, "model.dtype": "float32"}
+    for size in (1, 2):
+        text = run_ranks(raises, size, str(folder / "run"), changes | {"mesh.cp": size})[0]
+        assert "GptOssForCausalLM does not read them from position_ids" in text and "data.packing" in text
+    changes |= {"data.packing": "none"}
+    _, truth, _ = run_ranks(run, 1, str(folder / "one"), changes)[0]
+    _, records, _ = run_ranks(run, 2, str(folder / "two"), changes | {"mesh.cp": 2})[0]
+    assert_same(truth, records, 1e-4)
 
 
 def test_a_batch_without_targets_is_an_error(run_ranks, folder):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification, RobertaConfig, RobertaForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
 
 import longspan
 from longspan import ContextParallel, scoring
@@ -451,6 +452,32 @@ def test_own_loss_on_whole_logits(run_ranks):
         assert max(results.values()) <= 1e-5, results
 
 
+def body_smoothed():
+    """Label smoothing as transformers' Trainer does it, and per-token weights, on whole logits."""
+    ids = batch(2, 61)
+    weights = torch.rand(2, 60, generator=torch.Generator().manual_seed(1))
+
+    def losses(model):
+        out = model(input_ids=ids, use_cache=False)
+        smoothed = LabelSmoother(epsilon=0.2)(out, ids, shift_labels=True)
+        each = torch.nn.functional.cross_entropy(out.logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        return smoothed + (each * weights).sum() / weights.sum()
+
+    plain = build("llama").train()
+    truth = losses(plain)
+    truth.backward()
+    model = longspan.parallelize(build("llama"), world()).train()
+    loss = losses(model)
+    loss.backward()
+    ContextParallel(world()).reduce_gradients(model)
+    return abs(float(loss.detach() - truth.detach())), gradient_error(gradients(model), gradients(plain))
+
+
+def test_label_smoothing_and_token_weights(run_ranks):
+    for loss, gradient in run_ranks(body_smoothed, 2):
+        assert loss <= 1e-5 and gradient <= 1e-5
+
+
 def body_classifier():
     config = build("llama").config
     config.num_labels = 3
@@ -482,15 +509,18 @@ def test_sequence_classification(run_ranks):
 def body_checkpointing():
     ids = batch(2, 61)
     found = []
-    for on in (False, True):
+    for reentrant in (None, False, True):
         model = longspan.parallelize(build("llama"), world(), scheme="exchange").train()
-        if on:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()  # what reentrant checkpointing asks for
         first = model(input_ids=ids, labels=ids, use_cache=False).loss
+        with torch.no_grad():
+            model(input_ids=ids[:, :40], use_cache=False)  # a forward of another length in between
         second = model(input_ids=ids.flip(0), labels=ids, use_cache=False).loss  # two forwards before a backward
         (first + second).backward()
         found.append(gradients(model))
-    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    return all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
 
 
 def test_activation_checkpointing_changes_no_bit(run_ranks):

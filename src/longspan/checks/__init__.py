@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from longspan import layout as layouts
 from longspan.checks.cases import Case
@@ -24,6 +25,7 @@ from longspan.checks.verdict import Answer, Finding, answer, compare, diagnose, 
 from longspan.comm import ContextParallel
 from longspan.models import parallelize, report, suspended, unparallelize
 from longspan.models.decoder import STATE
+from longspan.models.find import model_within
 
 __all__ = ["Case", "Finding", "Report", "check", "describe", "prove"]
 
@@ -107,7 +109,12 @@ def check(
     Every rank also runs the plain model on the whole batch, so it must fit. Gradients and modes of the model are put
     back afterwards. Raises ValueError where the batch cannot be used; a refusal is a finding.
     """
-    inner: Any = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner: Any = model_within(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(
+            f"longspan.check compares Hugging Face models, got {type(inner).__name__}; for others compare model(..) "
+            "with what it gives under longspan.suspended(model)"
+        )
     case = Case("batch", dict(batch), tuple(documents))
     modes = {m: m.training for m in model.modules()}
     gradients = {p: p.grad for p in model.parameters()}

@@ -301,13 +301,11 @@ def _cell(text: str) -> str:
 
 
 def verified_data(lines: dict[str, dict[str, Any]], versions: str) -> dict[str, Any]:
-    """The list of verified decoders from a sweep's lines."""
-    decoders: dict[str, dict[str, Any]] = {}
-    for line in lines.values():
-        if line["status"] == "equal":
-            entry = decoders.setdefault(line["decoder"], {"layer_types": []})
-            entry["layer_types"] = sorted({*entry["layer_types"], *line["layer_types"]})
-    for line in lines.values():
-        if line["status"] == "different":
-            decoders.pop(line.get("decoder", ""), None)
-    return {"made_with": versions, "decoders": dict(sorted(decoders.items()))}
+    """The list of verified decoders from a sweep's lines: those equal in every architecture that has them."""
+    wrong = {line.get("decoder") for line in lines.values() if line["status"] == "different"}
+    equal = [line for line in lines.values() if line["status"] == "equal" and line["decoder"] not in wrong]
+    return {
+        "made_with": versions,
+        "decoders": sorted({line["decoder"] for line in equal}),
+        "layer_types": sorted({kind for line in equal for kind in line["layer_types"]}),
+    }

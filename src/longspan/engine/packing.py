@@ -177,8 +177,14 @@ def step_rows(position: int, count: int, *, rows: int, seed: int, shuffle: bool)
     return np.asarray([epoch_order(rows, seed, place // rows, shuffle)[place % rows] for place in at], dtype=np.int64)
 
 
-def collate(rows: Rows, indices: Sequence[int] | np.ndarray, *, pad_id: int) -> dict[str, torch.Tensor]:
-    """input_ids, labels (unshifted), shift_labels and position_ids, each [rows, longest] int64."""
+def collate(
+    rows: Rows, indices: Sequence[int] | np.ndarray, *, pad_id: int, separate: bool = True
+) -> dict[str, torch.Tensor]:
+    """input_ids, labels (unshifted), shift_labels and position_ids, each [rows, longest] int64.
+
+    Padding at the end is a document of its own; with separate=False (rows of one document, for models that do not
+    read documents from positions) it goes on counting, and no real token sees it either, being before it.
+    """
     width = max(int(rows.lengths(index).sum()) for index in indices)
     batch = {
         "input_ids": np.full((len(indices), width), pad_id, dtype=np.int64),
@@ -197,12 +203,14 @@ def collate(rows: Rows, indices: Sequence[int] | np.ndarray, *, pad_id: int) -> 
             batch["shift_labels"][line, at : end - 1] = following
             batch["labels"][line, at + 1 : end] = following
             at = end
-        batch["position_ids"][line, at:] = np.arange(width - at)
+        batch["position_ids"][line, at:] = np.arange(width - at) + (0 if separate else at)
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
-def document_lengths(rows: Rows, indices: Sequence[int] | np.ndarray) -> list[list[int]]:
+def document_lengths(rows: Rows, indices: Sequence[int] | np.ndarray, *, separate: bool = True) -> list[list[int]]:
     """Per row of the batch that `collate` makes: the lengths of its documents, padding included as the last."""
     lengths = [rows.lengths(index).tolist() for index in indices]
     width = max(sum(row) for row in lengths)
+    if not separate:
+        return [[width] for _ in lengths]
     return [[*row, width - sum(row)] if sum(row) < width else row for row in lengths]

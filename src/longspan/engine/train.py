@@ -51,7 +51,7 @@ from longspan.engine.packing import Rows, collate, document_lengths, step_rows
 from longspan.engine.process import cpu_threads, numerics, precise, seed_step, stop_signals
 from longspan.engine.progress import Progress
 from longspan.engine.wrap import compute, resolve_wrap, synchronise, wrap_model
-from longspan.models import parallelize, report
+from longspan.models import parallelize, report, separates_documents
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class _Run:
     training_rows: int
     pad_id: int
     weights: int  # active ones, for FLOPs
+    separates: bool  # the model reads documents from position_ids
 
     @property
     def dp(self) -> int:
@@ -117,9 +118,10 @@ def _train(
     tokenizer = load_tokenizer(config.data, trust_remote_code=config.model.trust_remote_code)
     rows, training_rows = load_rows(config.data, tokenizer)
     model = build_model(config.model, tokenizer, sequence_length=config.data.sequence_length)
-    _check_model(config, model, rows)
+    separates = separates_documents(model)
+    _check_model(config, model, rows, separates=separates)
     plain_config = copy.deepcopy(model.config)
-    run = _prepare(config, mesh, model, rows, training_rows, tokenizer)
+    run = _prepare(config, mesh, model, rows, training_rows, tokenizer, separates=separates)
     _try_forward(run)
 
     folder = Path(config.folder)
@@ -201,6 +203,8 @@ def _prepare(
     rows: Rows,
     training_rows: int,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    separates: bool,
 ) -> _Run:
     """Adapts the model to cp, wraps it for dp, and makes the optimizer over what came out."""
     weights = metrics.active_weights(model)
@@ -232,6 +236,7 @@ def _prepare(
         training_rows=training_rows,
         pad_id=pad or 0,
         weights=weights,
+        separates=separates,
     )
 
 
@@ -278,13 +283,18 @@ def _check(config: Config, dp: int) -> None:
         raise ConfigError("log.tensorboard needs the `tensorboard` package: pip install 'longspan[tensorboard]'")
 
 
-def _check_model(config: Config, model: PreTrainedModel, rows: Rows) -> None:
+def _check_model(config: Config, model: PreTrainedModel, rows: Rows, *, separates: bool) -> None:
     table: Any = model.get_input_embeddings()
     largest = int(rows.ids.max())
     if largest >= table.num_embeddings:
         raise ConfigError(
             f"the data holds token id {largest}, but the model's vocabulary is {table.num_embeddings}; "
             "raise vocab_size or change the tokenizer"
+        )
+    if int(np.diff(rows.offsets).max(initial=0)) > 1 and not separates:
+        raise ConfigError(
+            f"the rows hold several documents, and {type(model).__name__} does not read them from position_ids: they "
+            "would see each other on one rank; set data.packing = 'none'"
         )
     if getattr(model.config, "output_router_logits", False) and config.train.batch_rows > config.train.micro_rows:
         raise ConfigError(
@@ -357,7 +367,7 @@ def _loss(run: _Run, batch: dict[str, torch.Tensor], items: float) -> torch.Tens
 
 def _batch(run: _Run, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor]:
     device = local_device()
-    batch = collate(run.rows, indices, pad_id=run.pad_id)
+    batch = collate(run.rows, indices, pad_id=run.pad_id, separate=run.separates)
     return {name: values.to(device, non_blocking=True) for name, values in batch.items()}
 
 
@@ -366,7 +376,7 @@ def _work(run: _Run, indices: np.ndarray) -> tuple[float, float, float]:
     if run.mesh["cp"].size() > 1:
         measured = report(run.model)
         return measured["tokens"], measured["pairs"], measured["bytes_sent"]
-    lengths = [length for row in document_lengths(run.rows, indices) for length in row]
+    lengths = [length for row in document_lengths(run.rows, indices, separate=run.separates) for length in row]
     return sum(lengths), metrics.layer_pairs(run.model.config.get_text_config(), lengths), 0
 
 

@@ -22,7 +22,7 @@ from longspan import layout as layouts
 from longspan.attention import SCHEMES
 from longspan.attention.plan import check_stages
 from longspan.comm import ContextParallel
-from longspan.models import causal_lm, decoder, hooks, numbering, own, rope
+from longspan.models import causal_lm, decoder, hooks, inputs, numbering, own, rope
 from longspan.models.decoder import STATE, State
 from longspan.models.find import decoder_of, model_within, parent_of
 from longspan.models.verified import check_verified
@@ -32,7 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 KERNELS = ("auto", "naive", "flash", "model")
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
-__all__ = ["parallelize", "report", "suspended", "unparallelize"]
+__all__ = ["parallelize", "report", "separates_documents", "suspended", "unparallelize"]
 
 
 def parallelize(
@@ -159,6 +159,20 @@ def suspended(model: nn.Module) -> Iterator[None]:
         body.set_attn_implementation(before)
 
 
+def separates_documents(model: PreTrainedModel) -> bool:
+    """Whether the plain model, on one rank, keeps documents apart that its position_ids tell by beginning anew. Those
+    that do not are refused such batches once they are split; found by a trial of a few tokens."""
+    body = decoder_of(model)
+    original = body.config._attn_implementation
+    try:
+        body.set_attn_implementation(hooks.register(original))
+        return inputs.packing_row(body, body.forward, 0, body.get_input_embeddings().weight.device) is not None
+    except ValueError:
+        return False
+    finally:
+        body.set_attn_implementation(original)
+
+
 def report(model: nn.Module) -> dict[str, Any]:
     """What this rank did in the last forward (bytes: and its backward, as far as it has run).
 
@@ -263,19 +277,19 @@ def _check_positions(body: Any, state: State) -> None:
     ids = (torch.arange(8, device=parameter.device).view(2, 4) + 5) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, 0] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     training = {module: module.training for module in body.modules()}
     body.eval()
     state.mixing = decoder.mixing_modules(body)
     try:
         # Convolutions off the way of text (an audio tower's) are refused only if a batch comes by them.
         with rope.unchanged(body), hooks.attention_counted() as calls, decoder.mixing_refused(body, state.mixing):
-            own = body(**inputs).last_hidden_state
+            own = body(**batch).last_hidden_state
             state.attention_modules = len(set(calls))
             counted = own
             if takes_positions:
                 positions = torch.arange(4, device=parameter.device)[None]
-                counted = body(**inputs, position_ids=positions).last_hidden_state
+                counted = body(**batch, position_ids=positions).last_hidden_state
     except (IndexError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(body).__name__} fails on a plain batch of {tuple(ids.shape)} ids: {error}") from error
     finally:

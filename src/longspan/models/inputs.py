@@ -83,7 +83,7 @@ def packed_documents(
         return None
     count = positions.shape[0] if positions.ndim == 3 else 0
     if ("packing", count) not in facts:
-        facts["packing", count] = _packing_row(decoder, plain, count, positions.device)
+        facts["packing", count] = packing_row(decoder, plain, count, positions.device)
     row = facts["packing", count]
     if row is None and count == 0:
         raise ValueError(
@@ -96,7 +96,7 @@ def packed_documents(
     return document_starts(read.expand(batch, -1))
 
 
-def _packing_row(decoder: Any, plain: Callable[..., Any], count: int, device: torch.device) -> int | None:
+def packing_row(decoder: Any, plain: Callable[..., Any], count: int, device: torch.device) -> int | None:
     """Which of `count` rows of position_ids (0: there is only one) the decoder reads documents from; None: none."""
     length = TRIAL + count
     positions = torch.arange(length, device=device).repeat(max(1, count), 1, 1)

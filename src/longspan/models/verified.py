@@ -12,27 +12,21 @@ FILE = "verified.json"
 
 
 @cache
-def verified() -> dict[str, dict[str, Any]]:
-    """Verified decoders by `model_type`: {"layer_types": [..]}, the layer types that were in the comparison."""
-    text = resources.files("longspan.models").joinpath(FILE).read_text()
-    return dict(json.loads(text)["decoders"])
+def verified() -> dict[str, Any]:
+    """{"decoders": model types that have been compared, "layer_types": those that occurred in them}."""
+    return dict(json.loads(resources.files("longspan.models").joinpath(FILE).read_text()))
 
 
 def check_verified(model: Any, decoder: Any, *, unverified: bool) -> None:
-    """Raises ValueError for a decoder that the sweep has not passed, or warns with `unverified`."""
-    if not verified():
-        return  # TEMPORARY until the sweep has written the list
-    kind = decoder.config.model_type
-    entry = verified().get(kind)
-    if entry is None:
-        problem = f"{type(model).__name__} (model type {kind!r}) has not been compared with one rank"
+    """Raises ValueError for a decoder, or for layer types, that the sweep has not passed; warns with `unverified`."""
+    name, kind = type(model).__name__, decoder.config.model_type
+    others = sorted(set(getattr(decoder.config, "layer_types", None) or ()) - set(verified()["layer_types"]))
+    if kind not in verified()["decoders"]:
+        problem = f"{name} (model type {kind!r}) has not been compared with one rank"
+    elif others:
+        problem = f"{name} has layers of type {', '.join(others)}, which have not been compared with one rank"
     else:
-        others = sorted(set(getattr(decoder.config, "layer_types", None) or ()) - set(entry["layer_types"]))
-        if not others:
-            return
-        problem = (
-            f"{type(model).__name__} has been compared with one rank, but not with layers of type {', '.join(others)}"
-        )
+        return
     cure = "`longspan check MODEL` compares it; parallelize(.., unverified=True) goes on without"
     if not unverified:
         raise ValueError(f"{problem}; {cure}")
