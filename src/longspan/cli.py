@@ -287,6 +287,8 @@ def _check(arguments: list[str]) -> int:
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
     )
+    if options.record is None and launch.place(os.environ).launched:
+        raise ConfigError("longspan check starts its own ranks; run it without a launcher (in a job: longspan.check)")
     if options.record is not None:
         rank = launch.place(os.environ).rank
         return launch.as_worker(lambda: program.run_rank(request, Path(options.record)), rank)

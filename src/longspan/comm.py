@@ -179,6 +179,22 @@ class ContextParallel:
             )
         return result
 
+    def first_failure(self, error: Exception, number: int) -> str | None:
+        """For a rank that fails on its own in forward `number`: leaves the reason where peers find it. For one whose
+        collective broke because of that: which peer failed first, and why; else None."""
+        store = dist.distributed_c10d._get_default_store()
+        place = f"longspan/{self.group.group_name}/{number}"  # type: ignore[union-attr]
+        try:
+            if isinstance(error, RuntimeError):
+                for peer in range(self.size):
+                    if peer != self.rank and store.check([f"{place}/{peer}"]):
+                        reason = store.get(f"{place}/{peer}").decode()
+                        return f"context-parallel rank {peer} failed in the forward: {reason}"
+            store.set(f"{place}/{self.rank}", f"{type(error).__name__}: {error}")
+        except (RuntimeError, OSError):  # the store went with the process that kept it
+            pass
+        return None
+
     def _device(self) -> torch.device:
         if dist.get_backend(self.group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())

@@ -56,6 +56,7 @@ class State:
     mixing: tuple[str, ...] = ()  # paths of the decoder's convolutions and recurrent modules, none of which may run
     numbers_itself: bool = False  # the decoder has modules that number tokens (models.numbering)
     suspended: bool = False
+    forwards: int = 0  # how many there have been; the same on every rank
     last: dict[str, Any] | None = None
     facts: dict[Any, Any] = field(default_factory=dict)  # what trials of the decoder's beginning have shown
 
@@ -172,9 +173,10 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mask = inputs.contents(arguments.get("attention_mask"))
     everything = {**arguments, "attention_mask": mask, **({} if request is None else request.inputs)}
     prepared = state.cp.agree(lambda: _prepare(self, state, arguments, request), everything)
+    state.forwards += 1
     local = _local_arguments(prepared, arguments, numbers_itself=state.numbers_itself)
     device = _tokens(arguments).device
-    before = _random_state(device)
+    before = random_state(device)
     token = ACTIVE.set(prepared)
     try:
         with ExitStack() as stack:
@@ -183,10 +185,15 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if state.numbers_itself:
                 stack.enter_context(numbering.on_whole_batches(self, prepared, arguments))
             outputs = original(**local)
+    except Exception as error:
+        cause = prepared.cp.first_failure(error, state.forwards)
+        if cause is None:
+            raise
+        raise RuntimeError(cause) from error
     finally:
         ACTIVE.reset(token)
     _check_attention_ran(self, prepared, state.attention_modules)
-    if not torch.equal(before, _random_state(device)):
+    if not torch.equal(before, random_state(device)):
         raise ValueError(
             f"{type(self).__name__} drew random numbers (dropout, router jitter, layer drop): what they fall on "
             "depends on the split, so no rank count would equal another; set the config's dropout and jitter to 0"
@@ -244,7 +251,7 @@ def check_dropout(model: nn.Module) -> None:
             )
 
 
-def _random_state(device: torch.device) -> Tensor:
+def random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

@@ -36,7 +36,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 
 from longspan.comm import ContextParallel
-from longspan.models.decoder import STATE, _random_state, call_arguments
+from longspan.models.decoder import STATE, call_arguments, random_state
 from longspan.models.own_attention import (
     PLACE,
     Call,
@@ -363,10 +363,10 @@ def _kept(call: Call, out: Any) -> Any:
 def _run(context: Context, forward: Callable[..., Any], call: Call, local: Mapping[str, Any]) -> Any:
     """The trunk on local (or, in the first half of a probe, whole short) arguments; its outputs whole."""
     device = next(leaf.device for leaf in tree_leaves(dict(local)) if isinstance(leaf, Tensor))
-    before = _random_state(device)
+    before = random_state(device)
     with inside(Place(call)):
         out = forward(**local)
-    if not torch.equal(before, _random_state(device)):
+    if not torch.equal(before, random_state(device)):
         raise ValueError(
             f"{context.name or 'the root'} drew random numbers (dropout, noise, layer drop): what they fall on depends "
             "on the split, so no rank count would equal another"
