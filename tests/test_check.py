@@ -282,10 +282,11 @@ def test_every_architecture(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "longspan", "sweep", "--lines", str(lines)], capture_output=True, text=True, timeout=3600
     )
-    statuses = [line["status"] for line in sweep.read(lines).values()]
+    read = sweep.read(lines)
+    statuses = [read[kind]["status"] for kind in sweep.architectures()]
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(statuses) == len(sweep.architectures())
-    assert statuses.count("equal") >= 130 and statuses.count("different") == 0
+    assert statuses.count("equal") >= 130
+    assert not [kind for kind, line in read.items() if line["status"] == "different"]
 
 
 def test_the_list_of_verified_decoders_is_the_table():
@@ -293,7 +294,7 @@ def test_the_list_of_verified_decoders_is_the_table():
     from longspan.models.verified import verified
 
     page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
-    equal = page.split("## Equal")[1].split("## Refused")[0]
+    equal = page.split("### Equal")[1].split("### Refused")[0]
     assert len(verified()["decoders"]) >= 100
     for kind in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "mixtral", "gpt2"):
         assert kind in verified()["decoders"] and f"| {kind} |" in equal

@@ -303,8 +303,8 @@ def _check(arguments: list[str]) -> int:
 def _sweep(arguments: list[str]) -> int:
     parser = _Parser(
         prog="longspan sweep",
-        description="Check every causal-LM architecture of the installed transformers, shrunk, on 2 and 4 local CPU "
-        "ranks. Exit code 0: none is different, 1: one is.",
+        description="Check every language model, with or without vision, of the installed transformers, shrunk, on 2 "
+        "and 4 local CPU ranks. Exit code 0: none is different, 1: one is.",
     )
     add = parser.add_argument
     add("types", nargs="*", metavar="TYPE", help="model types (default: all)")
@@ -316,10 +316,11 @@ def _sweep(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from longspan.checks import program, sweep
 
-    unknown = sorted(set(options.types) - set(sweep.architectures()))
+    everything = sweep.architectures() + sweep.vision_language()
+    unknown = sorted(set(options.types) - set(everything))
     if unknown:
-        raise ConfigError(f"not a causal LM that transformers registers: {', '.join(unknown)}")
-    kinds = options.types or (list(sweep.FAST) if options.fast else sweep.architectures())
+        raise ConfigError(f"not a language model that transformers registers: {', '.join(unknown)}")
+    kinds = options.types or (list(sweep.FAST) if options.fast else everything)
     file = Path(options.lines)
     if options.worker:
         return launch.as_worker(lambda: program.sweep_rank(kinds, file), launch.place(os.environ).rank)

@@ -48,7 +48,8 @@ def find_config(source: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from longspan.checks import sweep
 
     path = Path(source)
     try:
@@ -66,8 +67,10 @@ def find_config(source: str, *, trust_remote_code: bool = False) -> Any:
             f"cannot read a configuration from {source!r}: {str(error).splitlines()[0]} (a hub id, a folder, a "
             "config.json or a registered model type)"
         ) from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
-        raise ConfigError(f"{source!r} is of type {config.model_type!r}, which transformers has no causal LM for")
+    try:
+        sweep.auto_class(config)
+    except ValueError as error:
+        raise ConfigError(f"{source!r}: {error}") from None
     return config
 
 
@@ -139,10 +142,13 @@ def run_rank(request: Request, file: Path) -> int:
 def _full(request: Request, config: Any) -> tuple[Any, Any]:
     """Real weights in fp32, and tokens of the user's text."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from longspan.checks import sweep
 
     options = {"trust_remote_code": request.trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(request.model, config=config, dtype=torch.float32, **options)
+    auto = sweep.auto_class(config)
+    model = auto.from_pretrained(request.model, config=config, dtype=torch.float32, **options)
     tokenizer = AutoTokenizer.from_pretrained(request.model, **options)
     ids = tokenizer(Path(str(request.text)).read_text(), return_tensors="pt").input_ids[0]
     length = request.length or min(len(ids) // 2, 257)
@@ -251,45 +257,61 @@ def sweep_all(kinds: Sequence[str], file: Path, *, out: str | None, data: str | 
 
 def table_page(lines: dict[str, dict[str, Any]], versions: str) -> str:
     """The documentation page of a sweep, from its lines."""
-    groups: dict[str, list[dict[str, Any]]] = {"equal": [], "different": [], "refused": [], "failed": []}
-    for line in lines.values():
-        groups[line["status"]].append(line)
+    from longspan.checks import sweep
+
+    causal, vision = ([lines[kind] for kind in kinds if kind in lines] for kinds in (
+        sweep.architectures(), sweep.vision_language()
+    ))  # fmt: skip
     page = [
         "# Architectures, one by one",
         "",
-        f"Written by `longspan sweep` ({versions}): every causal-LM architecture that transformers registers, from its "
-        "default configuration, shrunk with its structure kept (layer types, windows, sinks, softcaps, RoPE types, "
-        "experts), weights drawn large enough for faults to show. Each runs on 2 and 4 ranks, both schemes, several "
-        "layouts, over rows of odd length, left and right padding, packed documents (the truth is each run alone) and "
-        "a single target; loss (1e-5), whole logits and hidden states (1e-4) and every parameter's gradient (1e-5) are "
-        "compared with the plain model's on one rank in fp32.",
+        f"Written by `longspan sweep` ({versions}): every causal LM that transformers registers, then every further model "
+        "that makes text of images and text, each from its default configuration, shrunk with its structure kept (layer "
+        "types, windows, sinks, softcaps, RoPE types, experts), weights drawn large enough for faults to show. Each runs "
+        "on 2 and 4 ranks, both schemes, several layouts, over rows of odd length, left and right padding, packed "
+        "documents (the truth is each run alone; by restarting positions, and by bounds) and a single target; loss (1e-5), "
+        "whole logits and hidden states (1e-4) and every parameter's gradient (1e-5) are compared with the plain model's "
+        "on one rank in fp32. Columns show the largest relative errors, and inputs that are refused.",
         "",
-        f"**{len(groups['equal'])} equal, {len(groups['different'])} different, {len(groups['refused'])} refused, "
-        f"{len(groups['failed'])} whose small model does not run plainly**, of {len(lines)}.",
-        "",
-        "`parallelize` takes the equal ones. For the others see the reason; `longspan check MODEL` compares your own "
-        "configuration, which may switch on what a default leaves off.",
+        "`parallelize` takes the decoders of the equal ones. For the others see the reason; `longspan check MODEL` "
+        "compares your own configuration, which may switch on what a default leaves off.",
         "",
     ]
-    if groups["different"]:
-        page += ["## Different", "", "| type | class | case | reason |", "|---|---|---|---|"]
-        page += [
-            f"| {x['type']} | {x['class']} | {x['case']} | {_cell(x['reason'])} |" for x in groups["different"]
-        ] + [""]
-    page += [
-        "## Equal",
+    for title, part in (("Causal LMs", causal), ("Text of images and text", vision)):
+        page += _section(title, part) if part else []
+    return "\n".join(page)
+
+
+def _section(title: str, lines: list[dict[str, Any]]) -> list[str]:
+    groups = {status: [x for x in lines if x["status"] == status] for status in EXIT}
+    counts = f"{len(groups['equal'])} equal, {len(groups['different'])} different, {len(groups['refused'])} refused"
+    page = [
+        f"## {title}",
         "",
-        "| type | class | loss | logits | gradients | refused inputs |",
-        "|---|---|---|---|---|---|",
+        f"**{counts}, {len(groups['failed'])} not compared** (their default configuration does not run shrunk, on one "
+        f"rank), of {len(lines)}.",
+        "",
     ]
-    for x in sorted(groups["equal"], key=lambda x: x["type"]):
-        errors = " | ".join(_number(x[name]) for name in ("loss", "logits", "gradient"))
-        page.append(f"| {x['type']} | {x['class']} | {errors} | {', '.join(x.get('refused_inputs', ()))} |")
-    page += ["", "## Refused", "", "| type | class | reason |", "|---|---|---|"]
-    page += [f"| {x['type']} | {x['class']} | {_cell(x['reason'])} |" for x in sorted(groups["refused"], key=_by_type)]
-    page += ["", "## Not compared", "", "| type | class | reason |", "|---|---|---|"]
-    page += [f"| {x['type']} | {x['class']} | {_cell(x['reason'])} |" for x in sorted(groups["failed"], key=_by_type)]
-    return "\n".join([*page, ""])
+    for status, words in (
+        ("different", "Different"),
+        ("equal", "Equal"),
+        ("refused", "Refused"),
+        ("failed", "Not compared"),
+    ):
+        if not groups[status]:
+            continue
+        page += [f"### {words}", ""]
+        if status == "equal":
+            page += ["| type | class | loss | logits | gradients | refused inputs |", "|---|---|---|---|---|---|"]
+        else:
+            page += ["| type | class | reason |", "|---|---|---|"]
+        for x in sorted(groups[status], key=_by_type):
+            cells = [_cell(x["reason"])]
+            if status == "equal":
+                cells = [*(_number(x[name]) for name in ("loss", "logits", "gradient")), ", ".join(x["refused_inputs"])]
+            page.append(f"| {' | '.join([x['type'], x['class'], *cells])} |")
+        page.append("")
+    return page
 
 
 def _by_type(line: dict[str, Any]) -> str:

@@ -327,6 +327,12 @@ def _mend(small: dict[str, Any], own: Mapping[str, str], scale: Scale | None) ->
     if small.get("rope_parameters") == {} and small.get("layer_types"):
         small["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in small["layer_types"]}
     heads = scale.small_heads[0] if scale is not None else 0
+    rope = small.get("rope_parameters")
+    if scale is not None and isinstance(rope, dict) and "rope_type" in rope and "mrope_section" not in rope:
+        # Models of text and images have three rows of positions, and by default sections for their full head width.
+        half = int(_main_width(small, scale) * rope.get("partial_rotary_factor", 1.0)) // 2
+        if half >= 3:
+            rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     experts = next((small[k] for k in small if _EXPERTS.search(k) and isinstance(small[k], int)), None)
     if experts is not None and small.get("topk_group") and small.get("n_group", 1) == 1:
         small["topk_group"] = 1
@@ -336,3 +342,8 @@ def _mend(small: dict[str, Any], own: Mapping[str, str], scale: Scale | None) ->
         small["mamba_n_heads"] = small["mamba_expand"] * scale.width[1] // small["mamba_d_head"]
     if scale is not None and heads and "multi_query_group_num" in small:
         small["multi_query_group_num"] = scale.small_heads[1]
+
+
+def _main_width(small: Mapping[str, Any], scale: Scale) -> int:
+    """The width of a head in the small configuration."""
+    return int(small.get("head_dim") or scale.width[1] // scale.small_heads[0])

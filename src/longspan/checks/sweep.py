@@ -23,9 +23,14 @@ import torch.distributed as dist
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from longspan.checks import TROUBLE, Finding, Report, _one_line, prove
 from longspan.checks.cases import Case, make_cases, random_tokens
@@ -42,9 +47,28 @@ FAST = (
 )  # fmt: skip
 
 
+CLASSES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+
+
 def architectures() -> list[str]:
     """Model types that transformers registers for causal language modelling."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def vision_language() -> list[str]:
+    """Further model types, registered for text from images and text; the sweep sends text through them."""
+    return [
+        kind for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ]
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class that makes a language model of a configuration. Raises ValueError if there is none."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise ValueError(f"transformers has no language model for configurations of type {config.model_type!r}")
 
 
 def small_model(kind: str, seed: int = 0) -> nn.Module:
@@ -64,7 +88,7 @@ def build(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
     """A causal LM in fp32 with every weight drawn anew: large enough that attention is far from uniform, biases, sinks
     and gates off their usual zero. The same on every rank."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -103,7 +127,7 @@ def make_groups(sizes: Iterable[int]) -> dict[int, Any]:
 def examine(kind: str, variants: Sequence[tuple[int, str, str]], groups: dict[int, Any]) -> dict[str, Any]:
     """One line of the table."""
     start = time.time()
-    line: dict[str, Any] = {"type": kind, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], "layer_types": []}
+    line: dict[str, Any] = {"type": kind, "class": CLASSES[kind], "layer_types": []}
     try:
         model: Any = small_model(kind)
         config = decoder_of(model).config
@@ -168,7 +192,5 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
             lines[line["type"]] = line
     for kind, line in lines.items():
         if line["status"] == "begun":
-            line.update(
-                status="failed", reason="a rank ended or hung", **{"class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]}
-            )
+            line.update(status="failed", reason="a rank ended or hung", **{"class": CLASSES[kind]})
     return lines

@@ -227,6 +227,12 @@ def _understood(module: nn.Module, bound: BoundRule, kwargs: dict[str, Any]) -> 
                 )
         else:
             raise ValueError(f"{_name(module)} passes {key!r} to attention, which longspan does not support")
+    causal = kwargs.get("is_causal") if kwargs.get("is_causal") is not None else getattr(module, "is_causal", True)
+    if causal is False and all(rule.ahead == 0 for rule in bound.rules):
+        raise ValueError(
+            f"{_name(module)} says is_causal=False, and its mask is causal: of a batch without padding the plain model "
+            "makes no such mask, and every token would see every other; not supported"
+        )
     sinks = getattr(module, "sinks", None)
     if isinstance(sinks, Tensor) and "sinks" not in options:
         raise ValueError(f"{_name(module)} has attention sinks but does not pass them to attention")
