@@ -265,13 +265,13 @@ def table_page(lines: dict[str, dict[str, Any]], versions: str) -> str:
     page = [
         "# Architectures, one by one",
         "",
-        f"Written by `longspan sweep` ({versions}): every causal LM that transformers registers, then every further model "
-        "that makes text of images and text, each from its default configuration, shrunk with its structure kept (layer "
-        "types, windows, sinks, softcaps, RoPE types, experts), weights drawn large enough for faults to show. Each runs "
-        "on 2 and 4 ranks, both schemes, several layouts, over rows of odd length, left and right padding, packed "
-        "documents (the truth is each run alone; by restarting positions, and by bounds) and a single target; loss (1e-5), "
-        "whole logits and hidden states (1e-4) and every parameter's gradient (1e-5) are compared with the plain model's "
-        "on one rank in fp32. Columns show the largest relative errors, and inputs that are refused.",
+        f"Written by `longspan sweep` ({versions}): every causal LM that transformers registers, then every further "
+        "model that makes text of images and text, each from its default configuration, shrunk with its structure kept "
+        "(layer types, windows, sinks, softcaps, RoPE types, experts), weights drawn large enough for faults to show. "
+        "Each runs on 2 and 4 ranks, both schemes, several layouts, over rows of odd length, left and right padding, "
+        "packed documents (the truth is each run alone; by restarting positions, and by bounds) and a single target; "
+        "loss (1e-5), whole logits and hidden states (1e-4) and every parameter's gradient (1e-5) are compared with the "
+        "plain model's on one rank in fp32. Columns show the largest relative errors, and inputs that are refused.",
         "",
         "`parallelize` takes the decoders of the equal ones. For the others see the reason; `longspan check MODEL` "
         "compares your own configuration, which may switch on what a default leaves off.",

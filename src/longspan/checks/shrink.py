@@ -89,6 +89,8 @@ def _shrink(config: PreTrainedConfig, outer: Scale | None) -> dict[str, Any]:
     for own, value in fields.items():
         if own in ("id2label", "label2id", "architectures", "model_type", "auto_map"):
             continue
+        if own == "loss_type" and value is None:  # would be warned of as a type that nobody knows
+            continue
         sub = config.__dict__.get(own)
         if isinstance(sub, PreTrainedConfig):
             small[own] = _shrink(sub, scale)
