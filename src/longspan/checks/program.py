@@ -269,8 +269,8 @@ def table_page(lines: dict[str, dict[str, Any]], versions: str) -> str:
         "model that makes text of images and text, each from its default configuration, shrunk with its structure kept "
         "(layer types, windows, sinks, softcaps, RoPE types, experts), weights drawn large enough for faults to show. "
         "Each runs on 2 and 4 ranks, both schemes, several layouts, over rows of odd length, left and right padding, "
-        "packed documents (the truth is each run alone; by restarting positions, and by bounds) and a single target; "
-        "loss (1e-5), whole logits and hidden states (1e-4) and every parameter's gradient (1e-5) are compared with the "
+        "packed documents (the truth is each run alone; by restarting positions, and by bounds), a single target; "
+        "loss (1e-5), whole logits and hidden states (1e-4), every parameter's gradient (1e-5) are compared with the "
         "plain model's on one rank in fp32. Columns show the largest relative errors, and inputs that are refused.",
         "",
         "`parallelize` takes the decoders of the equal ones. For the others see the reason; `longspan check MODEL` "
