@@ -170,6 +170,8 @@ def _attention_over(backend: str) -> Callable[..., Any]:
             return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         forward = attention_mask.forward
         options = _understood(module, attention_mask, kwargs)
+        if backend != "eager":
+            _check_causal(module, attention_mask, kwargs)
         forward.seen.add(id(module))
         if torch.is_autocast_enabled(query.device.type):
             # As torch's own attention does; RoPE may have widened queries and keys only.
@@ -227,16 +229,21 @@ def _understood(module: nn.Module, bound: BoundRule, kwargs: dict[str, Any]) -> 
                 )
         else:
             raise ValueError(f"{_name(module)} passes {key!r} to attention, which longspan does not support")
+    sinks = getattr(module, "sinks", None)
+    if isinstance(sinks, Tensor) and "sinks" not in options:
+        raise ValueError(f"{_name(module)} has attention sinks but does not pass them to attention")
+    return options
+
+
+def _check_causal(module: nn.Module, bound: BoundRule, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError where a causal mask and a module that is not causal meet. Eager attention always gets the mask;
+    others are left to know by themselves that a batch without padding is causal."""
     causal = kwargs.get("is_causal") if kwargs.get("is_causal") is not None else getattr(module, "is_causal", True)
     if causal is False and all(rule.ahead == 0 for rule in bound.rules):
         raise ValueError(
             f"{_name(module)} says is_causal=False, and its mask is causal: of a batch without padding the plain model "
             "makes no such mask, and every token would see every other; not supported"
         )
-    sinks = getattr(module, "sinks", None)
-    if isinstance(sinks, Tensor) and "sinks" not in options:
-        raise ValueError(f"{_name(module)} has attention sinks but does not pass them to attention")
-    return options
 
 
 class _SomeHeads:
