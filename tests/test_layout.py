@@ -1,7 +1,9 @@
+import itertools
+
 import numpy as np
 import pytest
 
-from longspan.layout import Layout, Span, contiguous, head_tail, make, per_document
+from longspan.layout import Layout, Span, balanced, contiguous, head_tail, make, per_document
 
 
 def every_layout(length, size):
@@ -12,6 +14,8 @@ def every_layout(length, size):
     cuts = sorted(set(rng.integers(0, length + 1, size=4).tolist()))
     yield per_document(length, size, cuts)
     yield per_document(length, size, range(length))
+    yield balanced(rng.integers(0, length + 1, size=length), size)
+    yield balanced(np.arange(1, length + 1), size)
     reversed_spans = tuple(reversed(contiguous(length, size).spans))
     yield Layout(length, reversed_spans, "reversed")
 
@@ -55,6 +59,44 @@ def test_per_document_balances_each_document():
     depth = np.arange(1000) - np.array(boundaries)[starts] + 1
     pairs = [int(depth[layout.positions(rank)].sum()) for rank in range(4)]
     assert max(pairs) / (sum(pairs) / 4) < 1.02
+
+
+def busiest(counts, layout):
+    """Attention pairs of the busiest rank over the mean."""
+    pairs = [int(counts[layout.positions(rank)].sum()) for rank in range(layout.size)]
+    return max(pairs) * layout.size / sum(pairs)
+
+
+def test_balanced_balances_any_rule():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(7.7, 1.2, 80).astype(int) + 1
+    cases = {
+        "causal": np.arange(1, 20001),
+        "documents": np.concatenate([np.arange(1, n + 1) for n in lengths]),
+        "window": np.minimum(np.arange(1, 20001), 512),
+        "a short and a long document": np.concatenate([np.arange(1, 6001), np.arange(1, 14001)]),
+        "bidirectional": np.full(20000, 20000),
+    }
+    for name, counts in cases.items():
+        for size in (2, 3, 4, 8, 32):
+            layout = balanced(counts, size)
+            assert layout == balanced(counts.tolist(), size) and layout.name == "balanced"
+            assert busiest(counts, layout) <= 1.05, (name, size)
+            assert all(list(spans) == sorted(spans) for spans in layout.spans)
+            assert max(map(len, layout.spans)) <= 8
+    assert balanced(cases["causal"], 4).spans == head_tail(20000, 4).spans
+    assert balanced(cases["bidirectional"], 4).spans == contiguous(20000, 4).spans
+
+
+def test_balanced_is_near_the_best_there_is():
+    """Against every way to give each rank its share in pieces of 2 positions."""
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        counts = np.sort(rng.integers(1, 30, size=16))[rng.permutation(16)]
+        owners = (set(chosen) for chosen in itertools.combinations(range(8), 4))
+        halves = ([i for piece in own for i in (2 * piece, 2 * piece + 1)] for own in owners)
+        best = min(max(int(counts[h].sum()), int(counts.sum() - counts[h].sum())) for h in halves)
+        assert busiest(counts, balanced(counts, 2)) <= 1.1 * best * 2 / counts.sum()
 
 
 def test_rows_ascend_and_heads_come_first():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from longspan.layout import Layout, Span
     from longspan.models import parallelize, report, suspended, unparallelize
     from longspan.models.own import register_style
+    from longspan.models.score import Scores, check_loss, dp_reduce, score
     from longspan.rule import Rule
 
 __version__ = VERSION
@@ -27,13 +28,17 @@ _HOME = {
     "ContextParallel": "longspan.comm",
     "Layout": "longspan.layout",
     "Rule": "longspan.rule",
+    "Scores": "longspan.models.score",
     "Span": "longspan.layout",
     "attend": "longspan.attention",
     "check": "longspan.checks",
+    "check_loss": "longspan.models.score",
+    "dp_reduce": "longspan.models.score",
     "init_mesh": "longspan.engine.mesh",
     "parallelize": "longspan.models",
     "register_style": "longspan.models.own",
     "report": "longspan.models",
+    "score": "longspan.models.score",
     "suspended": "longspan.models",
     "train": "longspan.engine.train",
     "unparallelize": "longspan.models",
@@ -43,14 +48,18 @@ __all__ = [
     "ContextParallel",
     "Layout",
     "Rule",
+    "Scores",
     "Span",
     "__version__",
     "attend",
     "check",
+    "check_loss",
+    "dp_reduce",
     "init_mesh",
     "parallelize",
     "register_style",
     "report",
+    "score",
     "suspended",
     "train",
     "unparallelize",

@@ -7,7 +7,7 @@ are allowed, empty ranks included, and there are no pad tokens: shards differ by
 Balance, as attention pairs of the busiest rank over the mean, for a causal rule: `contiguous` 2 - 1/size, `head_tail`
 (rank r owns the r-th piece from the front and the r-th from the back; the zigzag of Brandon et al., "Striped
 Attention", 2023, and of Megatron's context parallelism) 1, `per_document` 1 for packed documents too, since each
-document is cut head-tail on its own.
+document is cut head-tail on its own, and `balanced` near 1 for any rule, whose visible keys per position it is given.
 """
 
 from __future__ import annotations
@@ -157,6 +157,55 @@ def per_document(length: int, size: int, boundaries: Iterable[int]) -> Layout:
         for rank, pieces in enumerate(_head_tail(start, counts)):
             spans[rank] += pieces
     return Layout(length, tuple(join(pieces) for pieces in spans), "per_document")
+
+
+SPAN_PERCENT = 1  # what one more span costs a rank, in percent of a rank's mean attention
+MOST_PIECES = 8
+
+
+def balanced(counts: Sequence[int] | Positions, size: int) -> Layout:
+    """Near-equal attention pairs at equal tokens, in few spans, for any rule.
+
+    `counts`: visible keys of each position, int64 [length] (`Rule.counts`, summed over batch rows). The layout with the
+    smallest predicted makespan (the pairs of the busiest rank, with a penalty per span) among contiguous, head_tail,
+    and 2 .. 8 pieces per rank dealt out heaviest first to the rank with the least so far. Integers only, and ties go
+    to the first: the same on every rank. It is a heuristic; the best of its candidates is what it promises.
+    """
+    counts = np.asarray(counts, dtype=np.int64)
+    length = len(counts)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    candidates = [contiguous(length, size), head_tail(length, size)]
+    candidates += [_dealt(before, size, pieces) for pieces in range(2, MOST_PIECES + 1)]
+    best = min(candidates, key=lambda layout: _makespan(layout, before))
+    return Layout(length, best.spans, "balanced")
+
+
+def _makespan(layout: Layout, before: Positions) -> int:
+    """In hundredths of a pair, times the number of ranks."""
+    pairs = [sum(int(before[span.stop] - before[span.start]) for span in spans) for spans in layout.spans]
+    penalty = SPAN_PERCENT * int(before[-1])
+    return max(100 * layout.size * work + len(spans) * penalty for work, spans in zip(pairs, layout.spans))
+
+
+def _dealt(before: Positions, size: int, pieces: int) -> Layout:
+    """`pieces` pieces per rank; `before[i]` is the sum of the counts of positions below i."""
+    length = len(before) - 1
+    bounds = np.cumsum([0, *shares(length, size * pieces)])
+    pairs = np.diff(before[bounds])
+    held: list[list[int]] = [[] for _ in range(size)]
+    work = [0] * size
+    for piece in np.argsort(-pairs, kind="stable").tolist():
+        rank = min((r for r in range(size) if len(held[r]) < pieces), key=lambda r: work[r])
+        held[rank].append(piece)
+        work[rank] += int(pairs[piece])
+    # A rank's tokens are divided anew among its pieces: equal tokens then need no slivers.
+    sizes = [0] * (size * pieces)
+    for own, tokens in zip(held, shares(length, size)):
+        for piece, share in zip(sorted(own), shares(tokens, pieces)):
+            sizes[piece] = share
+    bounds = np.cumsum([0, *sizes])
+    spans = [join(Span(int(bounds[p]), int(bounds[p + 1])) for p in sorted(own)) for own in held]
+    return Layout(length, tuple(spans), "balanced")
 
 
 NAMES = ("contiguous", "head_tail", "per_document")

@@ -14,6 +14,15 @@ causal: ahead = 0; sliding window W: behind = W - 1; bidirectional: neither. Bot
 queries and keys is classified from its corners. `visible_keys` holds padding (either side, or holes). `index` is any
 further condition; it costs an evaluation per block and is the only part that is not structure.
 
+A branched rule is for a prefix tree laid out depth-first (longspan.prefix_tree): tokens that several sequences share
+stand once, and every subtree is contiguous. A key is visible only to queries of the innermost subtree that holds it,
+
+    start(k) <= q < stop(k)
+
+which for a query are the tokens on its path from the root. Distances and chunks are counted along that path. Between
+rows and path there is one shift per node (row - shift = place on the path), so what a query of node u sees of an
+ancestor's own tokens is the interval above, with both bounds shifted: still one interval per node of the path.
+
 A Rule is for one sequence; a batch has one Rule per row, equal rows being planned once. Masks exist for PARTIAL
 blocks only, and those are never larger than `TILE` x `TILE`.
 """
@@ -24,6 +33,7 @@ import bisect
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,12 +68,58 @@ class Block(NamedTuple):
 
 
 class Corners(NamedTuple):
-    """low and high at the first and the last query of a span."""
+    """low and high at the first and the last query of a span; for one node of its path in a branched rule."""
 
     low_first: int
     low_last: int
     high_first: int
     high_last: int
+
+
+class _Nodes(NamedTuple):
+    """The nodes of a tree as arrays [nodes], ascending. A node's own tokens are start .. own_stop - 1, its subtree is
+    start .. stop - 1; its token in row r is at place r - shift of its path; parent is -1 for a root."""
+
+    start: NDArray[np.int64]
+    own_stop: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    shift: NDArray[np.int64]
+    parent: NDArray[np.int64]
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The node that each position belongs to."""
+        return np.searchsorted(self.start, positions, side="right") - 1
+
+
+def _make_nodes(subtrees: Sequence[Span]) -> _Nodes:
+    """The nodes whose subtrees these are. What follows the last one (padding, say) is a tree of its own.
+
+    Raises ValueError unless they ascend from 0, lie within one another or side by side without gaps, and hold their own
+    tokens before their children.
+    """
+    subtrees = [*subtrees, Span(subtrees[-1].stop if subtrees else 0, FAR)]
+    parents: list[int] = []
+    open_nodes: list[int] = []  # the path to the node before
+    for i, span in enumerate(subtrees):
+        before = subtrees[i - 1] if i else Span(-1, 0)
+        while open_nodes and subtrees[open_nodes[-1]].stop <= span.start:
+            open_nodes.pop()
+        within = subtrees[open_nodes[-1]].stop if open_nodes else FAR
+        if not (before.start < span.start <= before.stop and span.start < span.stop <= within):
+            raise ValueError(
+                "subtrees must ascend from 0, within one another or side by side without gaps, and hold their own "
+                f"tokens before their children; {before} is followed by {span}"
+            )
+        parents.append(open_nodes[-1] if open_nodes else -1)
+        open_nodes.append(i)
+    start = np.array([span.start for span in subtrees], dtype=np.int64)
+    stop = np.array([span.stop for span in subtrees], dtype=np.int64)
+    own_stop = np.minimum(stop, [*start[1:], FAR])
+    place = np.zeros_like(start)  # of the node's first token on its path
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            place[i] = place[parent] + own_stop[parent] - start[parent]
+    return _Nodes(start, own_stop, stop, start - place, np.array(parents, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -84,6 +140,7 @@ class Rule:
     together_behind: int | None = None  # as far back only
     visible_keys: tuple[Span, ...] | None = None  # None: all
     index: Index | None = None
+    subtrees: tuple[Span, ...] = ()  # one per node of a tree laid out depth-first; () is one sequence
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 1:
@@ -95,6 +152,10 @@ class Rule:
         starts = self.document_starts
         if starts and (starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:]))):
             raise ValueError(f"document_starts must ascend from 0, got {starts[:8]}")
+        if self.subtrees:
+            if starts or self.together:
+                raise ValueError("a tree's rule has no documents (give each a root) and no spans that see each other")
+            _ = self._nodes
 
     @staticmethod
     def causal() -> Rule:
@@ -147,6 +208,16 @@ class Rule:
             raise ValueError(f"this rule has chunks of {self.chunk_size} already")
         return replace(self, chunk_size=size, chunk_origin=origin)
 
+    def branched(self, subtrees: Iterable[Span]) -> Rule:
+        """Keys on the query's path through a tree only; distances and chunks, set before or later, count along it.
+
+        `subtrees` are the nodes' in depth-first order, each beginning with the node's own tokens. Padding and index
+        functions keep counting rows. Raises ValueError for spans that are no tree, and for rules with documents.
+        """
+        if self.subtrees:
+            raise ValueError("this rule has a tree already")
+        return replace(self, subtrees=tuple(subtrees))
+
     def padded(self, visible: Tensor | NDArray[np.bool_] | Sequence[int]) -> Rule:
         """Keys where `visible` (bool or 0/1, [length]) is false are seen by nobody."""
         flags = np.asarray(visible.cpu() if isinstance(visible, Tensor) else visible).astype(bool)
@@ -170,8 +241,18 @@ class Rule:
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _nodes(self) -> _Nodes:
+        return _make_nodes(self.subtrees)
+
+    @property
+    def longest_path(self) -> int | None:
+        """Tokens on the longest path of a branched rule, None for the others."""
+        return int((self._nodes.own_stop - self._nodes.shift)[:-1].max()) if self.subtrees else None
+
     def bounds(self, q: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """low and high (exclusive) of the interval each query sees, before visible_keys and index."""
+        """low and high (exclusive) of the interval each query sees, before visible_keys and index; of a branched rule,
+        in places on the query's path."""
         low = np.zeros_like(q) if self.behind is None else np.maximum(q - self.behind, 0)
         high = np.full_like(q, FAR) if self.ahead is None else q + self.ahead + 1
         if self.together:
@@ -194,8 +275,11 @@ class Rule:
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """The naive twin of everything below: bool [len(q), len(k)] for positions q and k (int64, any order)."""
-        low, high = (torch.from_numpy(b).to(q.device) for b in self.bounds(q.cpu().numpy()))
-        seen = (k[None, :] >= low[:, None]) & (k[None, :] < high[:, None])
+        if self.subtrees:
+            seen = self._branched_mask(q, k)
+        else:
+            low, high = (torch.from_numpy(b).to(q.device) for b in self.bounds(q.cpu().numpy()))
+            seen = (k[None, :] >= low[:, None]) & (k[None, :] < high[:, None])
         if self.visible_keys is not None:
             visible = torch.zeros_like(k, dtype=torch.bool)
             for span in self.visible_keys:
@@ -204,6 +288,15 @@ class Rule:
         if self.index is not None:
             seen = seen & self.index(q[:, None], k[None, :])
         return seen
+
+    def _branched_mask(self, q: Tensor, k: Tensor) -> Tensor:
+        """The part of `mask` that is in bounds and in the tree."""
+        queries, keys, nodes = q.cpu().numpy()[:, None], k.cpu().numpy()[None, :], self._nodes
+        node = nodes.at(keys)
+        low, high = self.bounds(queries - nodes.shift[nodes.at(queries)])
+        place = keys - nodes.shift[node]
+        in_subtree = (nodes.start[node] <= queries) & (queries < nodes.stop[node])
+        return torch.from_numpy((low <= place) & (place < high) & in_subtree).to(q.device)
 
     def _span_mask(self, q: Span, k: Span) -> Tensor:
         return self.mask(torch.arange(q.start, q.stop), torch.arange(k.start, k.stop))
@@ -219,13 +312,38 @@ class Rule:
         """What the rectangle q x k looks like. EMPTY, FULL and CAUSAL are certain; PARTIAL may hold any pattern."""
         if q.size < 1 or k.size < 1:
             return Kind.EMPTY
-        return self._classify(q, k, self._corners([q])[0])
+        if not self.subtrees:
+            return self._classify(q, k, self._corners([q])[0][0])
+        kinds = set()
+        pieces = _cut(q, [start for start, _ in self._sections(q)])
+        for piece, corners in zip(pieces, self._corners(pieces)):
+            # On the path and in reach; whatever else there is of k is not visible.
+            parts = [(Span(max(k.start, at.low_first), min(k.stop, at.high_last)), at) for at in corners]
+            parts = [(part, at) for part, at in parts if part.start < part.stop]
+            kinds |= {self._classify(piece, part, at) for part, at in parts}
+            if sum(part.size for part, _ in parts) < k.size:
+                kinds.add(Kind.EMPTY)
+        return kinds.pop() if len(kinds) == 1 else Kind.PARTIAL
 
-    def _corners(self, pieces: Sequence[Span]) -> list[Corners]:
-        """The bounds at the first and last query of each piece; they grow in between."""
+    def _corners(self, pieces: Sequence[Span]) -> list[list[Corners]]:
+        """The bounds at the first and last query of each piece; they grow in between. In a tree, where a piece lies
+        within one node, those of every node on its path that is in reach, from the piece's own up to the root's."""
         ends = np.array([[piece.start, piece.stop - 1] for piece in pieces], dtype=np.int64).reshape(-1)
-        low, high = self.bounds(ends)
-        return list(map(Corners, low[::2].tolist(), low[1::2].tolist(), high[::2].tolist(), high[1::2].tolist()))
+        if not self.subtrees:
+            return [[corners] for corners in _corners_of(*self.bounds(ends))]
+        nodes = self._nodes
+        at = nodes.at(ends)
+        start, own_stop, _, shift, parent = (column.tolist() for column in nodes)
+        every = []
+        for node, plain in zip(at[::2].tolist(), _corners_of(*self.bounds(ends - nodes.shift[at]))):
+            along_path = []
+            while node >= 0 and plain.low_first + shift[node] < own_stop[node]:
+                low_first, low_last, high_first, high_last = (bound + shift[node] for bound in plain)
+                low_first, high_last = max(low_first, start[node]), min(high_last, own_stop[node])
+                along_path.append(Corners(low_first, low_last, high_first, high_last))
+                node = parent[node]
+            every.append(along_path)
+        return every
 
     def _classify(self, q: Span, k: Span, at: Corners) -> Kind:
         visible = self._keys_within(k)
@@ -257,34 +375,62 @@ class Rule:
 
     def pairs(self, q: Span, k: Span) -> int:
         """Exactly how many (query, key) pairs of the rectangle are visible. O(q + k) unless there is an index."""
+        return int(self.counts(q, k).sum())
+
+    def counts(self, q: Span, k: Span) -> NDArray[np.int64]:
+        """How many keys of k each query of q sees: int64 [q.size]. O(q + k), in a tree q times the nodes on its path;
+        with an index, O(q k)."""
+        found = np.zeros(max(q.size, 0), dtype=np.int64)
         if q.size < 1 or k.size < 1:
-            return 0
+            return found
         if self.index is not None:
-            return sum(int(self._span_mask(a, b).sum()) for a in _tiles(q) for b in _tiles(k))
+            for a in _tiles(q):
+                for b in _tiles(k):
+                    found[a.start - q.start : a.stop - q.start] += self._span_mask(a, b).sum(1).numpy()
+            return found
+        parts = self._keys_within(k)
+        for piece, low, high in self._intervals(q):
+            here = found[piece.start - q.start : piece.stop - q.start]
+            for part in parts:
+                here += np.maximum(np.minimum(high, part.stop) - np.maximum(low, part.start), 0)
+        return found
+
+    def _intervals(self, q: Span) -> Iterator[tuple[Span, NDArray[np.int64], NDArray[np.int64]]]:
+        """low and high of every query: of q at once, or in a tree per piece and node on its path."""
         queries = np.arange(q.start, q.stop, dtype=np.int64)
-        low, high = self.bounds(queries)
-        return sum(
-            int(np.maximum(np.minimum(high, part.stop) - np.maximum(low, part.start), 0).sum())
-            for part in self._keys_within(k)
-        )
+        if not self.subtrees:
+            yield (q, *self.bounds(queries))
+            return
+        nodes = self._nodes
+        at = nodes.at(queries)
+        lows, highs = self.bounds(queries - nodes.shift[at])
+        for piece in _cut(q, [start for start, _ in self._sections(q)]):
+            here = slice(piece.start - q.start, piece.stop - q.start)
+            node = int(at[here.start])
+            while node >= 0:
+                low = np.maximum(lows[here] + nodes.shift[node], nodes.start[node])
+                yield piece, low, np.minimum(highs[here] + nodes.shift[node], nodes.own_stop[node])
+                node = int(nodes.parent[node])
 
     def blocks(self, queries: Sequence[Span], keys: Sequence[Span]) -> Iterator[Block]:
         """Cuts the rectangles of queries x keys into blocks that cover exactly their visible pairs, PARTIAL ones at
         most TILE wide. Neither list overlaps itself; `keys` ascend. Of many keys, only those in reach are looked at.
 
-        Queries are cut where their document or chunk begins, and to a fraction of a window; the keys of such a piece
-        are a band whose middle is FULL, whose lower edge (window) and upper edge (causal) are squares.
+        Queries are cut where their document, chunk or node begins, and to a fraction of a window; the keys of such a
+        piece are a band whose middle is FULL, whose lower edge (window) and upper edge (causal) are squares. In a tree
+        that is so for each node on the piece's path.
         """
         stops = [k.stop for k in keys]
         pieces = [piece for q in queries for piece in self._query_pieces(q)]
-        for piece, at in zip(pieces, self._corners(pieces)):
-            for i in range(bisect.bisect_right(stops, at.low_first), len(keys)):
-                k = keys[i]
-                if k.start >= at.high_last:
-                    break
-                for part in self._keys_within(Span(max(k.start, at.low_first), min(k.stop, at.high_last))):
-                    for area in self._areas(piece, part, at):
-                        yield from self._settle(piece, area, at)
+        for piece, corners in zip(pieces, self._corners(pieces)):
+            for at in corners:
+                for i in range(bisect.bisect_right(stops, at.low_first), len(keys)):
+                    k = keys[i]
+                    if k.start >= at.high_last:
+                        break
+                    for part in self._keys_within(Span(max(k.start, at.low_first), min(k.stop, at.high_last))):
+                        for area in self._areas(piece, part, at):
+                            yield from self._settle(piece, area, at)
 
     def _areas(self, q: Span, k: Span, at: Corners) -> list[Span]:
         """The keys k of a query piece, cut where the piece's band begins and ends to be FULL."""
@@ -311,18 +457,28 @@ class Rule:
                 if kind is not Kind.EMPTY:
                     yield Block(a, b, kind)
 
+    def _sections(self, q: Span) -> list[tuple[int, int]]:
+        """The documents or nodes that q touches: their first position in q, and where their count begins."""
+        if not q.size:
+            return []
+        if self.subtrees:
+            nodes = self._nodes
+            first, last = nodes.at(np.array([q.start, q.stop - 1])).tolist()
+            starts, origins = (column[first : last + 1].tolist() for column in (nodes.start, nodes.shift))
+        else:
+            first = bisect.bisect_right(self.document_starts, q.start)
+            last = bisect.bisect_left(self.document_starts, q.stop)
+            starts = [self.document_starts[first - 1] if first else 0, *self.document_starts[first:last]]
+            origins = starts
+        return [(max(start, q.start), origin) for start, origin in zip(starts, origins)]
+
     def _query_pieces(self, q: Span) -> Iterator[Span]:
-        first = bisect.bisect_right(self.document_starts, q.start)
-        last = bisect.bisect_left(self.document_starts, q.stop)
-        documents = list(self.document_starts[first:last])
-        cuts = [*documents, *self._within(q)]
-        if self.chunk_size is not None and q.size:
-            size = self.chunk_size
-            starts = [self.document_starts[first - 1] if first else 0, *documents]
-            for start, stop in zip(starts, [*documents, q.stop]):
-                border = start + self.chunk_origin
-                border += -((border - max(start, q.start)) // size) * size
-                cuts = [*cuts, *range(border, stop, size)]
+        sections = self._sections(q)
+        cuts = [*(start for start, _ in sections), *self._within(q)]
+        if self.chunk_size is not None:
+            for (start, origin), stop in zip(sections, [*(start for start, _ in sections[1:]), q.stop]):
+                border = start + (origin + self.chunk_origin - start) % self.chunk_size
+                cuts = [*cuts, *range(border, stop, self.chunk_size)]
         # Half a window: the two masked edges then cost as much as the unmasked middle, in few calls.
         reach = max(128, min(TILE, ((self.behind or 0) + 1) // 2))
         for piece in _cut(q, sorted(set(cuts))):
@@ -330,6 +486,11 @@ class Rule:
                 yield from _tiles(piece, reach)
             else:
                 yield piece
+
+
+def _corners_of(low: NDArray[np.int64], high: NDArray[np.int64]) -> list[Corners]:
+    """From the bounds at first and last queries, in turn."""
+    return list(map(Corners, low[::2].tolist(), low[1::2].tolist(), high[::2].tolist(), high[1::2].tolist()))
 
 
 def _tiles(span: Span, size: int = TILE) -> list[Span]:

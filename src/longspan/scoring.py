@@ -1,16 +1,16 @@
-"""The causal-LM loss from hidden rows, in chunks, without a tensor of tokens x vocabulary.
+"""The causal-LM loss and per-token scores from hidden rows, in chunks, without a tensor of tokens x vocabulary.
 
-Each chunk of rows goes through the model's own head to logits and a summed cross entropy, under recomputation: only
-the chunk's hidden rows are kept, and the backward makes its logits again. Alive at once: `chunk_rows` x vocabulary
-logits, their fp32 copy and its softmax. Cost: the head's matrix multiplication twice in the forward sense (4/3 of the
-head's time).
+Each chunk of rows goes through the model's own head to logits, and to a summed cross entropy or to narrow fields
+(log-probabilities of targets, entropy, the top k), under recomputation: only the chunk's hidden rows are kept, and the
+backward makes its logits again. Alive at once: `chunk_rows` x vocabulary logits, their fp32 copy and its softmax. Cost:
+the head's matrix multiplication twice in the forward sense (4/3 of the head's time).
 
 Losses are sums; whoever calls divides by a count taken over whole labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,14 +63,72 @@ def chunked_loss_sum(
     def one(hidden_chunk: Tensor, targets_chunk: Tensor) -> Tensor:
         return summed_cross_entropy(head(hidden_chunk), targets_chunk, dtype, ignore_index)
 
-    total = torch.zeros((), dtype=dtype, device=hidden.device)
-    for start in range(0, max(1, hidden.shape[1]), rows):
-        chunk = hidden[:, start : start + rows], targets[:, start : start + rows]
+    return sum(_chunks(one, rows, hidden, targets), torch.zeros((), dtype=dtype, device=hidden.device))
+
+
+def _chunks(one: Callable[..., Any], rows: int, *tensors: Tensor) -> Iterator[Any]:
+    """`one` of every chunk of `rows` rows of the tensors [B, n, ..], under recomputation; at least of an empty one."""
+    for start in range(0, max(1, tensors[0].shape[1]), rows):
+        chunk = [tensor[:, start : start + rows] for tensor in tensors]
         if torch.is_grad_enabled():
-            total = total + checkpoint(one, *chunk, use_reentrant=False, preserve_rng_state=False)
+            yield checkpoint(one, *chunk, use_reentrant=False, preserve_rng_state=False)
         else:
-            total = total + one(*chunk)
-    return total
+            yield one(*chunk)
+
+
+def row_fields(logits: Tensor, targets: Tensor, *, temperature: float, top_k: int, entropy: bool) -> dict[str, Tensor]:
+    """What is asked of logits [.., V], after division by the temperature, in fp32 (fp64 for fp64).
+
+    `logprobs` of targets int64 [.., K], exactly 0 and without a gradient where they are -100; `entropy` [.., 1] in
+    nats; `top` and `top_ids` (int32) [.., top_k], log-probabilities and tokens, most probable first.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    every = F.log_softmax(wide if temperature == 1 else wide / temperature, -1)
+    ignored = targets == IGNORE
+    fields = {"logprobs": every.gather(-1, targets.masked_fill(ignored, 0)).masked_fill(ignored, 0.0)}
+    if entropy:
+        # Tokens that a model rules out have log-probability -inf; 0 * -inf would be NaN.
+        fields["entropy"] = -(every.exp() * every.masked_fill(every == -torch.inf, 0.0)).sum(-1, keepdim=True)
+    if top_k:
+        fields["top"], ids = every.topk(top_k, -1)
+        fields["top_ids"] = ids.int()
+    return fields
+
+
+def chunked_fields(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    vocabulary: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    entropy: bool = False,
+    rows: int | None = None,
+) -> dict[str, Tensor]:
+    """`row_fields` of `head(hidden)`, `rows` rows at a time (default: `chunk_rows`).
+
+    hidden [B, n, width], targets int64 [B, n, K]; returns fields [B, n, ..]. `vocabulary`: how many logits are tokens;
+    those behind them are padding of the output table and take no part. Where only log-probabilities are asked for, rows
+    whose targets are all -100 do not go through the head.
+    """
+    shape = targets.shape[:2]
+    hidden, targets = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1, targets.shape[-1])
+    count, kept = hidden.shape[1], None
+    if not (top_k or entropy):
+        kept = (targets[0] != IGNORE).any(-1).nonzero()[:, 0]
+        hidden, targets = hidden.index_select(1, kept), targets.index_select(1, kept)
+
+    def one(hidden_chunk: Tensor, targets_chunk: Tensor) -> dict[str, Tensor]:
+        logits = head(hidden_chunk)[..., :vocabulary]
+        return row_fields(logits, targets_chunk, temperature=temperature, top_k=top_k, entropy=entropy)
+
+    pieces = list(_chunks(one, rows or chunk_rows(1, vocabulary), hidden, targets))
+    fields = {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
+    if kept is not None:
+        scored = fields["logprobs"]
+        fields["logprobs"] = scored.new_zeros(1, count, scored.shape[-1]).index_copy(1, kept, scored)
+    return {name: field.reshape(*shape, field.shape[-1]) for name, field in fields.items()}
 
 
 def causal_lm_loss(

@@ -90,14 +90,14 @@ def choose_scheme(
     length: int, size: int, heads: int, kv_heads: int, width: int, value_width: int, rules: Sequence[Rule]
 ) -> str:
     """The scheme that sends fewer bytes, from facts that all ranks share."""
-    documents = max(len(rule.document_starts) or 1 for rule in rules) if rules else 1
+    reaches = [rule.longest_path or length / max(1, len(rule.document_starts)) for rule in rules]
     windows = [rule.behind + 1 for rule in rules if rule.behind is not None]
     needed = cost.needed_fraction(
         length=length,
         size=size,
         causal=all(rule.ahead == 0 for rule in rules),
         window=max(windows) if len(windows) == len(rules) else None,
-        document=length / documents if documents > 1 else None,
+        document=min(reaches, default=None),
     )
     return cost.cheaper_scheme(
         length=length,

@@ -8,13 +8,14 @@ wrote them. One call of the wrapped forward runs the model's forward
            the loss afterwards (a router loss, from whole router logits) is added by its own code.
     per chunk of rows, with a stand-in that returns the chunk as the decoder's output.
 
-Stand-ins are put into the parent module for the duration of one call, on the calling thread.
+Stand-ins are put into the parent module for the duration of one call, on the calling thread. Both passes work for a
+decoder that is not split as well (`keep_rows`, `head_over`): that is how `score` runs any causal LM.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,7 +120,6 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)
     check_dropout(self)
     decoder = decoder_of(self)
-    parent, name = parent_of(self, decoder)
     vocabulary = self.get_output_embeddings().weight.shape[0]
     keep = call.pop("logits_to_keep", 0)
     everything_kept = isinstance(keep, int) and keep == 0
@@ -141,33 +141,53 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ),
     )
 
-    def head(hidden: Tensor, **options: Any) -> Tensor:
-        """Logits of hidden rows, by the model's own forward."""
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        answer_hidden = request.output_class(last_hidden_state=hidden)
-        with replaced(parent, name, lambda *args, **kwargs: answer_hidden), masks_later():
-            return original(input_ids=ids, use_cache=False, return_dict=True, **options).logits
-
-    def body(*body_args: Any, **body_kwargs: Any) -> Any:
-        for name in OF_THE_HEAD:  # some models hand their head's arguments on, for nobody
-            body_kwargs.pop(name, None)
-        outputs = decoder(*body_args, **{**body_kwargs, REQUEST: request})
-        request.output_class = type(outputs)
-        return type(outputs)(**{**outputs, "last_hidden_state": outputs.last_hidden_state[:, :0]})
-
+    head = head_over(self, original, request)
     answer = _Loss(request, labels, shift_labels, mode, head, vocabulary, wide=loss_function is causal_lm_loss)
     call.pop("shift_labels", None)
     if scored:
         # Any tensor makes the model ask for its loss; the answer is computed from the whole labels kept here.
         call["labels"] = labels if labels is not None else shift_labels
-    with replaced(parent, name, body), loss_answered(self, answer), masks_later():
-        out = original(**{**call, "use_cache": False, "return_dict": True})
+    with loss_answered(self, answer):
+        out = keep_rows(self, original, request, call)
     if request.forward is None or request.hidden is None or (scored and not answer.asked):
         raise ValueError(
             f"{type(self).__name__} did not ask its decoder for hidden states, or its loss_function for a loss"
         )
     out = type(out)(**{**out, "logits": _logits(request, answer, mode, head, keep, everything_kept)})
     return out.to_tuple() if as_tuple else out
+
+
+def head_over(model: Any, original: Callable[..., Any], request: Request) -> Callable[..., Tensor]:
+    """Logits of hidden rows [B, rows, width] by the model's own forward `original`, once `keep_rows` has filled the
+    request."""
+    parent, name = parent_of(model, decoder_of(model))
+
+    def head(hidden: Tensor, **options: Any) -> Tensor:
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        answer_hidden = request.output_class(last_hidden_state=hidden)
+        with replaced(parent, name, lambda *args, **kwargs: answer_hidden), masks_later():
+            return original(input_ids=ids, use_cache=False, return_dict=True, **options).logits
+
+    return head
+
+
+def keep_rows(model: Any, original: Callable[..., Any], request: Request, call: Mapping[str, Any]) -> Any:
+    """Runs the model's own forward `original` on `call`: its decoder's hidden rows are kept in the request (local ones
+    where it is split, else all) and its head gets none of them. Returns what the forward returns."""
+    decoder = decoder_of(model)
+    parent, name = parent_of(model, decoder)
+    split = getattr(decoder, STATE, None) is not None
+
+    def body(*body_args: Any, **body_kwargs: Any) -> Any:
+        for name in OF_THE_HEAD:  # some models hand their head's arguments on, for nobody
+            body_kwargs.pop(name, None)
+        outputs = decoder(*body_args, **body_kwargs, **({REQUEST: request} if split else {}))
+        request.output_class = type(outputs)
+        request.hidden = outputs.last_hidden_state
+        return type(outputs)(**{**outputs, "last_hidden_state": outputs.last_hidden_state[:, :0]})
+
+    with replaced(parent, name, body), masks_later():
+        return original(**{**call, "use_cache": False, "return_dict": True})
 
 
 def _logits(

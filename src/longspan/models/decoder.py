@@ -78,9 +78,15 @@ class Request:
     """What a causal-LM head asks of the decoder: its hidden states local, and its own checks agreed on together with
     the decoder's. The rest comes back in it. (Not a dataclass: see `Forward`.)"""
 
-    def __init__(self, inputs: Mapping[str, Any], check: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        inputs: Mapping[str, Any],
+        check: Callable[[int, int], None],
+        bounds: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.inputs = inputs
         self.check = check  # (batch, length)
+        self.bounds = bounds or {}  # of packed documents (inputs.BOUNDS), for decoders that would not take them
         self.forward: Forward | None = None
         self.hidden: Tensor | None = None
         self.output_class: Any = None
@@ -164,6 +170,8 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = plain_forward(self)
     request: Request | None = kwargs.pop(REQUEST, None)
     arguments = call_arguments(original, args, kwargs)
+    if request is not None:
+        arguments.update(request.bounds)
     # use_cache=True alone is not generation: wrappers fill it in from the config.
     if state.suspended or (request is None and brings_cache(arguments)):
         if LAZY.get() is None:
