@@ -25,7 +25,7 @@ from longspan import ContextParallel, scoring
 from longspan.layout import Span
 from longspan.models.forward import LazyMask, make_rules
 from longspan.rule import Kind
-from tiny import COMMON, batch, build, gradient_error, gradients
+from tiny import COMMON, batch, build, gradient_error, gradients, refusal
 
 IGNORE = -100
 CASES = (("exchange", "head_tail"), ("ulysses", "contiguous"))
@@ -63,14 +63,6 @@ def assert_equal(results):
     for each in results:
         bad = {k: v for k, v in each.items() if not (v[0] <= 1e-5 and v[1] <= 1e-5 and v[2] <= 1e-4)}
         assert not bad
-
-
-def refusal(call):
-    try:
-        call()
-    except ValueError as raised:
-        return str(raised)
-    return "accepted"
 
 
 # -- whole masks -----------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification, RobertaConfig, RobertaForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 import longspan
 from longspan import ContextParallel, scoring
-from tiny import CONFIGS, batch, build, gradient_error, gradients
+from tiny import CONFIGS, Largest, batch, build, gradient_error, gradients, refusal
 
 IGNORE = -100
 SIX = ("llama", "qwen3", "mistral", "gemma3_text", "gpt2", "mixtral")
@@ -527,21 +526,6 @@ def test_activation_checkpointing_changes_no_bit(run_ranks):
     assert all(run_ranks(body_checkpointing, 2))
 
 
-class Largest(TorchDispatchMode):
-    """The largest number of elements any op returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def body_largest(kernel):
     scoring.CHUNK_ELEMENTS = 96 * 64
     ids = batch(1, 1024)
@@ -581,14 +565,6 @@ def body_one_rank():
 
 def test_one_rank_is_bitwise_plain_without_collectives(run_ranks):
     assert run_ranks(body_one_rank, 1) == [(True, [])]
-
-
-def refusal(call):
-    try:
-        call()
-    except ValueError as raised:
-        return str(raised)
-    return "accepted"
 
 
 def roberta():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan
 from longspan import ContextParallel
-from tiny import gradient_error, gradients
+from tiny import gradient_error, gradients, refusal
 
 PLAN = {"trunk": "split_sequence", "trunk.layers.*.attn": "attention"}
 VOCABULARY, WIDTH, HEADS, HEAD = 50, 32, 8, 4
@@ -466,14 +466,6 @@ REFUSED_LINES = {
     # torch compiles it, and says so where longspan refuses it
     "kept under a name|Unsupported": lambda m, x, p, _: HIDDEN["flex"](*[heads(x)] * 3),
 }
-
-
-def refusal(attempt):
-    try:
-        attempt()
-    except ValueError as error:
-        return str(error)
-    return "accepted"
 
 
 def body_refused():

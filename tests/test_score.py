@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -25,7 +24,7 @@ import longspan
 from longspan import ContextParallel, scoring
 from longspan.models.find import decoder_of
 from longspan.models.score import TopK
-from tiny import build, gradient_error, gradients
+from tiny import Largest, build, gradient_error, gradients
 
 ROOT = Path(__file__).parent.parent
 IGNORE = -100
@@ -511,21 +510,6 @@ def test_bytes_are_those_of_the_narrow_fields(run_ranks):
         assert every[0] - plain[0] == peers * rows * (4 + 4 * 4 + 4 * 4)  # entropy, 4 of each; ids as int32
         assert every[1] - plain[1] == 1  # all that is fp32 together, and the ids
         assert hidden[0] - plain[0] == peers * rows * 64 * 4 and hidden[1] - plain[1] == 1
-
-
-class Largest(TorchDispatchMode):
-    """The largest number of elements any op returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
 
 
 def test_no_tensor_of_tokens_times_vocabulary_exists(monkeypatch):

@@ -1,6 +1,7 @@
 """Small models whose faults show: initializer_range 0.1, odd ratios, every feature on."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 COMMON = {
@@ -93,3 +94,27 @@ def gradient_error(found, truth):
         difference = float((found[name].to(reference) - reference).norm())
         worst = max(worst, difference / max(float(reference.norm()), floor, 1e-30))
     return worst
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements any op returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def refusal(call):
+    """The message of the ValueError that `call` raises."""
+    try:
+        call()
+    except ValueError as raised:
+        return str(raised)
+    return "accepted"

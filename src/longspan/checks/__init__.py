@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from longspan.checks.cases import Case
 from longspan.checks.verdict import Answer, Finding, answer, compare, diagnose, truth, worst
 from longspan.comm import ContextParallel
 from longspan.models import parallelize, report, suspended, unparallelize
-from longspan.models.decoder import STATE
+from longspan.models.decoder import STATE, sizes
 from longspan.models.find import model_within
 
 __all__ = ["Case", "Finding", "Report", "check", "describe", "prove"]
@@ -222,18 +221,12 @@ def _examine(model: nn.Module, inner: Any, case: Case, true: Answer, cp: Context
     finding = worst(everyone)
     if finding.status == "equal":
         return finding
-    with suspended(inner) if getattr(inner, STATE, None) is not None else nullcontext():
-        starts = [sum(case.documents[:i]) for i in range(len(case.documents))]
-        length = _length(case)
-        layout = layouts.make(base["layout"], length, cp.size, starts)
+    with suspended(inner):
+        _, length = sizes(case.inputs)
+        layout = layouts.make(base["layout"], length, cp.size, case.starts)
         cause, words = diagnose(model, case, layout, true, split, found)
     dist.all_gather_object(everyone, Finding(**{**base, **found, "cause": cause, "reason": words}), group=cp.group)
     return worst(everyone)
-
-
-def _length(case: Case) -> int:
-    whole = case.inputs.get("input_ids")
-    return int((whole if whole is not None else case.inputs["inputs_embeds"]).shape[1])
 
 
 def _average(model: nn.Module, cp: ContextParallel) -> None:

@@ -1,10 +1,11 @@
 """Batches that bite: each is small, and each shows a kind of fault that losses on plain text hide.
 
-odd length      rows that no rank count divides, every token a target: borders, order, label shift
-left padding    positions and mask must both be right (padding on the right hides a dropped mask)
-right padding   the last rank may hold padding only
-packed          documents by restarting positions, one of them a single token
-one target      a single target in the batch, on the last rank: counts, gradients that cross ranks
+odd length         rows that no rank count divides, every token a target: borders, order, label shift
+left padding       positions and mask must both be right (padding on the right hides a dropped mask)
+right padding      the last rank may hold padding only
+packed positions   documents by restarting position_ids, one of them a single token
+packed bounds      the same documents by cu_seq_lens_q and _k
+one target         a single target in the batch, on the last rank: counts, gradients that cross ranks
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.scoring import IGNORE
+
 LENGTH = 37
-IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Case:
     name: str
     inputs: dict[str, Any]
     documents: tuple[int, ...] = ()  # lengths: the truth is then each document run alone
+
+    @property
+    def starts(self) -> list[int]:
+        """First positions of the documents."""
+        return [sum(self.documents[:i]) for i in range(len(self.documents))]
 
     @property
     def unlabelled(self) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def _packed(row: Tensor) -> list[Case]:
     length = row.shape[1]
     first = (length // 3, 1, length // 4)
     documents = (*first, length - sum(first))
-    starts = [sum(documents[:i]) for i in range(len(documents))]
+    starts = Case("", {}, documents).starts
     labels = row.clone()
     labels[:, starts] = IGNORE  # no document's last token predicts the next one's first
     positions = torch.cat([torch.arange(n) for n in documents])[None]

@@ -44,7 +44,7 @@ def variants(request: Request) -> list[tuple[int, str, str]]:
 def find_config(source: str, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a hub id, a local folder, a config file or a registered model type.
 
-    Raises ConfigError if there is none, or if it is not of a causal LM.
+    Raises ConfigError if there is none, or if it is not of a language model.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -107,7 +107,7 @@ def run_rank(request: Request, file: Path) -> int:
     import transformers
 
     from longspan.checks import Report, sweep
-    from longspan.checks.cases import make_cases, random_tokens
+    from longspan.checks.cases import LENGTH, make_cases, random_tokens
     from longspan.engine.mesh import init_mesh
 
     transformers.logging.set_verbosity_error()
@@ -119,7 +119,7 @@ def run_rank(request: Request, file: Path) -> int:
         model, tokens = _full(request, config)
     else:
         model = sweep.build(sweep.small(config), request.seed)
-        tokens = random_tokens(sweep.vocabulary(model), request.length or 37, request.seed)
+        tokens = random_tokens(sweep.vocabulary(model), request.length or LENGTH, request.seed)
     todo = variants(request)
     groups = sweep.make_groups(size for size, *_ in todo)
     report = Report(tuple(sweep.prove_variants(model, make_cases(tokens), todo, groups)))

@@ -14,18 +14,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.checks.cases import IGNORE, Case
+from longspan.checks.cases import Case
 from longspan.layout import Layout
 from longspan.models.causal_lm import scored_from_rows
 from longspan.models.find import model_within
-from longspan.scoring import shift_left
+from longspan.scoring import IGNORE, shift_left
 
 LOSS = 1e-5
 LOGITS = 1e-4
@@ -64,7 +64,6 @@ class Finding:
     position: tuple[int, int] | None = None  # batch row and token, the first that differs there
     parameter: str | None = None  # the first whose gradient differs
     cause: str | None = None  # mask, position, attention, state, head, gradient, scale
-    detail: dict[str, float] = field(default_factory=dict)
 
 
 # ---- answers

@@ -118,7 +118,6 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if state.suspended or (caches and not scored):
         with plainly(state):
             return original(*args, **kwargs)
-    check_dropout(self)
     decoder = decoder_of(self)
     vocabulary = self.get_output_embeddings().weight.shape[0]
     keep = call.pop("logits_to_keep", 0)
@@ -128,19 +127,13 @@ def split_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if mode == "auto":
         mode = "none" if scored and self.training else "whole"
     loss_function = self.loss_function if scored else None
-    request = Request(
-        inputs={"labels": labels, "shift_labels": shift_labels},
-        check=lambda batch, length: _check(
-            call,
-            batch,
-            length,
-            vocabulary,
-            loss_function,
-            everything_kept,
-            blind_see_all=_blind_see_all(state, decoder),
-        ),
-    )
 
+    def check(batch: int, length: int) -> None:
+        check_dropout(self)  # of the head; the decoder looks at its own
+        blind_see_all = _blind_see_all(state, decoder)
+        _check(call, batch, length, vocabulary, loss_function, everything_kept, blind_see_all=blind_see_all)
+
+    request = Request({"labels": labels, "shift_labels": shift_labels}, check)
     head = head_over(self, original, request)
     answer = _Loss(request, labels, shift_labels, mode, head, vocabulary, wide=loss_function is causal_lm_loss)
     call.pop("shift_labels", None)
