@@ -31,6 +31,15 @@ def test_the_example_of_own_models_equals_one_rank(run_ranks):
         assert set(differences) == {"sdpa", "flex", "core"} and max(differences.values()) <= 1e-10
 
 
+def body_engine(path):
+    return runpy.run_path(path)["losses"]
+
+
+def test_the_example_of_a_loop_with_the_engine_learns(run_ranks):
+    first, second = run_ranks(body_engine, 2, str(ROOT / "examples" / "engine.py"))
+    assert first == second and first[-1] < first[0] - 0.1
+
+
 def test_the_readme_shows_that_example():
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
     assert shown == (ROOT / "examples" / "library.py").read_text()

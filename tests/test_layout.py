@@ -2,8 +2,14 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
-from longspan.layout import Layout, Span, balanced, contiguous, head_tail, make, per_document
+import longspan
+from longspan.comm import ContextParallel
+from longspan.layout import Layout, Span, balanced, causal_counts, contiguous, head_tail, make, per_document
+from longspan.scoring import causal_lm_loss
+from tiny import batch, build, gradient_error, gradients
 
 
 def every_layout(length, size):
@@ -86,6 +92,58 @@ def test_balanced_balances_any_rule():
             assert max(map(len, layout.spans)) <= 8
     assert balanced(cases["causal"], 4).spans == head_tail(20000, 4).spans
     assert balanced(cases["bidirectional"], 4).spans == contiguous(20000, 4).spans
+
+
+def test_balanced_by_name():
+    starts = [0, 7, 8, 60]
+    counts = causal_counts(100, starts)
+    assert counts.tolist() == [*range(1, 8), 1, *range(1, 53), *range(1, 41)]
+    assert make("balanced", 100, 4, starts) == balanced(counts, 4)
+    assert make("balanced", 100, 4) == balanced(np.arange(1, 101), 4)
+    assert make("balanced", 100, 4, starts, np.arange(1, 101)) == balanced(np.arange(1, 101), 4)
+    assert causal_counts(0).tolist() == [] and make("balanced", 0, 2).row_counts == (0, 0)
+    cp = ContextParallel(None, "balanced")
+    assert cp.bind(100, starts).bound == make("balanced", 100, 1, starts)
+    with pytest.raises(ValueError, match="depends on the batch"):
+        cp.bind_rows(100)
+
+
+def body_balanced(kind, case):
+    """Loss, logits and every gradient under layout="balanced", and this rank's pairs and rows."""
+    ids = batch(2, 60)
+    inputs = {"input_ids": ids}
+    if case == "padded":
+        mask = torch.ones_like(ids)
+        mask[0, :37] = mask[1, 50:] = 0
+        inputs["attention_mask"] = mask
+    if case == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in (5, 36, 19)]).expand(2, -1)
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    labels = ids.masked_fill(mask == 0, -100)
+    seen = mask.bool() & (mask.cumsum(1) > 0)
+    found = []
+    for split in (False, True):
+        model = build(kind, torch.float64).eval()
+        model.loss_function = causal_lm_loss
+        if split:
+            longspan.parallelize(model, dist.group.WORLD, layout="balanced", scheme="exchange")
+        out = model(**inputs, labels=labels, use_cache=False)
+        out.loss.backward()
+        if split:
+            ContextParallel(dist.group.WORLD).reduce_gradients(model)
+        found.append((out.loss.detach(), out.logits[seen].detach(), gradients(model)))
+    (loss, logits, grads), (split_loss, split_logits, split_grads) = found
+    error = max(float(abs(loss - split_loss)), float((logits - split_logits).abs().max()))
+    report = longspan.report(model)
+    assert report["layout"] == "balanced"
+    return max(error, gradient_error(split_grads, grads)), report["pairs"], report["tokens"]
+
+
+@pytest.mark.parametrize("kind, case", [("llama", "padded"), ("gpt2", "packed"), ("mistral", "plain")])
+def test_balanced_batches_equal_one_rank_and_are_balanced(run_ranks, kind, case):
+    errors, pairs, rows = zip(*run_ranks(body_balanced, 4, kind, case))
+    assert max(errors) <= 1e-10, errors
+    assert max(pairs) * 4 <= 1.1 * sum(pairs) and max(rows) - min(rows) <= 2
 
 
 def test_balanced_is_near_the_best_there_is():

@@ -607,6 +607,21 @@ def test_windows_and_sinks(run_ranks, name):
             assert len(sinks) == (2 if name == "sinks" else 0) and all(norm > 1e-3 for norm in sinks)
 
 
+def body_temperature():
+    said = []
+    for length in (16, 15):
+        ids = torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(0))
+        model = make("llama4_text", floor_scale=16)
+        longspan.parallelize(model, world(), unverified=True)
+        said.append(refusal(lambda model=model, ids=ids: model(input_ids=ids, labels=ids))[0])
+    return said
+
+
+def test_temperature_by_rows_is_refused_where_it_is_not_one(run_ranks):
+    for beyond, below in run_ranks(body_temperature, 2):
+        assert "floor_scale = 16" in beyond and below == "accepted"
+
+
 # -- backends --------------------------------------------------------------------------------------------------
 
 

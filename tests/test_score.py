@@ -3,6 +3,7 @@
 The reference is each sequence run alone through the plain model, with log_softmax of its logits, in fp64.
 """
 
+import logging
 import runpy
 import warnings
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ import longspan
 from longspan import ContextParallel, scoring
 from longspan.models.find import decoder_of
 from longspan.models.score import TopK
-from tiny import Largest, build, gradient_error, gradients
+from tiny import CONFIGS, Largest, build, gradient_error, gradients
 
 ROOT = Path(__file__).parent.parent
 IGNORE = -100
@@ -48,13 +49,17 @@ def next_tokens(part):
 
 @contextmanager
 def really_wide():
-    """Gemma's norms and eager attention narrow fp64 to fp32, where the order of a sum shows; in here they do not."""
-    softmax = F.softmax
+    """Norms and eager attention narrow fp64 to fp32, where the order of a sum shows; in here they do not."""
+    softmax, to = F.softmax, torch.Tensor.to
+
+    def wide_to(self, *args, **kwargs):
+        return self if self.dtype is WIDE and args[:1] == (torch.float32,) else to(self, *args, **kwargs)
 
     def wide_softmax(input, dim=None, dtype=None):
         return softmax(input, dim=dim, dtype=WIDE if dtype is torch.float32 else dtype)
 
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double), mock.patch.object(F, "softmax", wide_softmax):
+    wide = mock.patch.object(torch.Tensor, "float", torch.Tensor.double), mock.patch.object(torch.Tensor, "to", wide_to)
+    with wide[0], wide[1], mock.patch.object(F, "softmax", wide_softmax):
         yield
 
 
@@ -167,10 +172,10 @@ def field_errors(found, truth):
             continue
         for a, b in zip(getattr(found, name), getattr(truth, name), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype, (name, a.shape, b.shape)
-            worst = max(worst, float((a - b).detach().abs().max()))
+            worst = max(worst, float((a - b).detach().abs().nan_to_num(torch.inf).max()))
     if found.top_k is not None:
         for a, b in zip(found.top_k.logprobs, truth.top_k.logprobs, strict=True):
-            worst = max(worst, float((a - b).detach().abs().max()))
+            worst = max(worst, float((a - b).detach().abs().nan_to_num(torch.inf).max()))
         assert all(torch.equal(a, b) for a, b in zip(found.top_k.ids, truth.top_k.ids, strict=True))
     return worst
 
@@ -241,9 +246,10 @@ def test_fields_schemes_layouts_and_empty_shards(run_ranks, kind, lengths):
 
 
 @really_wide()
-def test_a_plain_model_gives_the_same():
-    parts = tokens((13, 1, 24, 7, 13))
+def test_a_plain_model_gives_the_same_in_few_forwards():
+    parts = tokens((13, 1, 24, 7, 12, 22, 13, 23))  # 24 23 22 | 13 13 12 | 7 | 1
     for kind in ("llama", "gemma2", "gpt2"):
+        assert forwards_of(build(kind, WIDE), parts) == [(3, 24), (3, 13), (1, 7), (1, 1)]
         truth = step(lambda model: alone(model, parts, None, 3, 0.5), build(kind, WIDE).train(), everything)
         found = step(
             lambda model: longspan.score(model, [p.tolist() for p in parts], temperature=0.5, **ALL),
@@ -251,6 +257,25 @@ def test_a_plain_model_gives_the_same():
             everything,
         )
         assert max(*errors(found, truth), field_errors(found[3], truth[3])) <= 1e-10, kind
+
+
+def forwards_of(model, parts):
+    shapes = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda m, args, out: shapes.append(tuple(args[0].shape)))
+    with torch.no_grad():
+        longspan.score(model, parts)
+    hook.remove()
+    return shapes
+
+
+def test_plain_models_that_may_not_be_padded():
+    parts = tokens((13, 12, 13))
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    for changes in ({}, {"rope_parameters": rope}):
+        model = build("llama", **changes)
+        backend = model.config._attn_implementation
+        assert forwards_of(model, parts) == ([(2, 13), (1, 12)] if changes else [(3, 13)])
+        assert model.config._attn_implementation == backend
 
 
 # -- batches ---------------------------------------------------------------------------------------------------
@@ -298,7 +323,25 @@ def body_local():
         rows = longspan.score(model, batch, logits="local")
         own = [whole.logits[i][at] for i, at in enumerate(local.positions)]
         same = all(torch.equal(a, b) for a, b in zip(own, local.logits, strict=True))
+        with shared_whenever_possible():
+            tree = longspan.score(model, TREES["family"], logits="local")
+            ids = torch.stack([F.pad(part, (33 - len(part), 0), value=5) for part in TREES["family"]])
+            mask = torch.stack([F.pad(torch.ones_like(part), (33 - len(part), 0)) for part in TREES["family"]])
+            padded = longspan.score(model, ids, attention_mask=mask)
+            assert longspan.report(model)["tokens"] == 76 // 4  # as a tree; the sequences have 197 tokens
+        truth = alone(build("llama", WIDE), TREES["family"])
     assert not whole.logprobs[0].requires_grad
+    same = same and all(
+        (row[33 - len(true) :] - true).abs().max() < 1e-10 and not row[: 33 - len(true)].any()
+        for row, true in zip(padded.logprobs, truth.logprobs, strict=True)
+    )
+    counts = torch.zeros(len(TREES["family"]), 33, dtype=torch.int64)
+    for count, at, logits, true in zip(counts, tree.positions, tree.logits, truth.logits, strict=True):
+        count[at] += 1
+        same = same and (logits - true[at]).abs().max().item() < 1e-10 if len(at) else same
+    dist.all_reduce(counts)
+    lengths = [len(part) for part in TREES["family"]]
+    same = same and all((count[:n] == 1).all() and not count[n:].any() for count, n in zip(counts, lengths))
     return same, [len(at) for at in local.positions], [len(at) for at in rows.positions]
 
 
@@ -428,6 +471,213 @@ def test_a_padded_output_table_is_not_part_of_the_vocabulary(run_ranks):
     assert max(run_ranks(body_padded_table, 2)) <= 1e-10
 
 
+# -- shared prefixes -------------------------------------------------------------------------------------------
+
+
+def family():
+    """Several roots, depth 4, a duplicate, prefixes of others, single tokens; a window of 8 crosses every branch."""
+    a, b, c, d, e, f = tokens((12, 7, 5, 6, 9, 4), seed=11)
+    x = tokens((1,) * 6, seed=12)
+    parts = [
+        [a, b, c, x[0], d],
+        [a, b, c, x[1], f, f],
+        [a, b],
+        [a, b, c, x[0], d],
+        [a],
+        [a, x[2], e],
+        [a[:1]],
+        [d, x[3]],
+        [d, x[4], e, e],
+        [d, x[4], e],
+    ]
+    return [torch.cat(each) for each in parts]
+
+
+TREES = {
+    "family": family(),
+    "duplicates": [tokens((9,))[0]] * 3,
+    "fewer rows than ranks": [torch.tensor([5, 6]), torch.tensor([5])],
+    "one token": [torch.tensor([7])] * 2,
+    "many branches": [5 * torch.ones(2, dtype=torch.int64), *tokens((7, 3, 5, 8, 4, 6, 2) * 2, vocabulary=7)],
+}
+
+
+@contextmanager
+def shared_whenever_possible():
+    with mock.patch("longspan.models.score.block_cost_on", lambda device: 0):
+        yield
+
+
+def several_targets(parts):
+    """Three per position, which differ between sequences that share the position; some ignored, some said twice."""
+    found = []
+    for i, part in enumerate(parts):
+        labels = torch.stack([next_tokens(part), (part + i) % 90 + 3, part.flip(0)], -1)
+        labels[i % 3 :: 3, 1] = IGNORE
+        labels[::4, 2] = labels[::4, 1]
+        found.append(labels)
+    return found
+
+
+# Chunks on one layer, no RoPE on the other.
+CHUNKED = {
+    **CONFIGS["qwen3"],
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "attn_temperature_tuning": False,
+}
+
+
+@really_wide()
+@mock.patch.dict(CONFIGS, {"llama4_text": CHUNKED})
+def body_shared(kind, name, options):
+    parts, results, computed = TREES[name], {}, set()
+    targets = several_targets(parts)
+    for given, temperature in ((None, 1.0), (targets, 1.7)):
+        truth_model = build(kind, WIDE).train()
+        truth = step(lambda m, g=given, t=temperature: alone(m, parts, g, 3, t), truth_model, everything)
+        for option in options:
+            option = dict(option)
+            checkpointing = option.pop("checkpointing", False)
+            model = split(build(kind, WIDE), **option, unverified=kind == "llama4_text").train()
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            with shared_whenever_possible():
+                found = step(
+                    lambda m, g=given, t=temperature: longspan.score(m, parts, g, temperature=t, **ALL),
+                    model,
+                    everything,
+                )
+            reduce(model, found[2])
+            results[str(option), given is None] = (*errors(found, truth), field_errors(found[3], truth[3]))
+            report = longspan.report(model)
+            computed.add((report["tokens"], report["layout"]))
+    return results, computed
+
+
+WAYS = (
+    {"scheme": "exchange", "kernel": "naive"},
+    {"scheme": "ulysses", "kernel": "flash", "checkpointing": True},
+    {"scheme": "exchange", "kernel": "flash", "layout": "per_document"},
+)
+
+
+@pytest.mark.parametrize(
+    "kind, name, size, ways",
+    [
+        ("llama", "family", 2, WAYS),
+        ("llama", "family", 4, WAYS[:2]),
+        ("mistral", "family", 2, WAYS[:2]),
+        ("gemma2", "family", 4, ({"scheme": "exchange", "layout": "contiguous"}, {"scheme": "ulysses"})),
+        ("gpt2", "duplicates", 2, ({},)),
+        ("gpt2", "many branches", 4, WAYS[2:]),
+        ("llama", "fewer rows than ranks", 4, ({},)),
+        ("mistral", "one token", 2, ({},)),
+        ("llama4_text", "family", 2, WAYS[:1]),
+    ],
+)
+def test_shared_prefixes_have_the_plain_gradients(run_ranks, kind, name, size, ways):
+    rows = len({tuple(part[: n + 1].tolist()) for part in TREES[name] for n in range(len(part))})
+    answers = run_ranks(body_shared, size, kind, name, ways)
+    for results, _ in answers:
+        assert max(map(max, results.values())) <= 1e-10, results
+    layouts = {layout for _, layout in answers[0][1]}
+    assert layouts == {way.get("layout", "balanced") for way in ways}
+    for layout in layouts:  # every token once
+        assert sum(tokens for _, computed in answers for tokens, name in computed if name == layout) == rows
+
+
+@really_wide()
+def test_prefixes_are_shared_on_one_rank_too():
+    parts = TREES["family"]
+    truth = step(lambda m: alone(m, parts, None, 3), build("mistral", WIDE).train(), everything)
+    model = longspan.parallelize(build("mistral", WIDE), None, on_one_rank=True).train()
+    with shared_whenever_possible():
+        found = step(lambda m: longspan.score(m, parts, **ALL), model, everything)
+        first, again = gradients(model), longspan.score(model, parts, **ALL)
+        model.zero_grad()
+        everything(again, probe()).backward()
+    assert all(torch.equal(gradient, first[name]) for name, gradient in gradients(model).items())
+    assert max(*errors(found, truth), field_errors(found[3], truth[3])) <= 1e-10
+    assert longspan.report(model)["tokens"] == 76
+
+
+def together(count, prompt, response, seed=0):
+    """A prompt with responses that part at their first token."""
+    start, *rest = tokens((prompt, *[response] * count), seed=seed)
+    for i, each in enumerate(rest):
+        each[0] = 3 + i
+    return [torch.cat([start, each]) for each in rest]
+
+
+def body_pays():
+    model, computed = split(build("llama")).eval(), {}
+    cases = {
+        "a group": together(4, 200, 30),
+        "a short prompt": together(4, 10, 30),
+        "nothing in common": tokens((40, 30, 20)),
+        "one sequence": tokens((40,)),
+        "two groups behind one token": [F.pad(p, (1, 0), value=5) for s in (1, 2) for p in together(3, 120, 9, s)],
+    }
+    for name, parts in cases.items():
+        for share in (True, False):
+            with torch.no_grad():
+                longspan.score(model, parts, share_prefixes=share)
+            computed[name, share] = longspan.report(model)["tokens"]
+    return computed
+
+
+def test_prefixes_are_shared_where_that_pays(run_ranks):
+    answers = run_ranks(body_pays, 2)
+    computed = {case: sum(answer[case] for answer in answers) for case in answers[0]}
+    assert computed == {
+        ("a group", True): 200 + 4 * 30,
+        ("a group", False): 4 * 230,
+        ("a short prompt", True): 4 * 40,
+        ("a short prompt", False): 4 * 40,
+        ("nothing in common", True): 90,
+        ("nothing in common", False): 90,
+        ("one sequence", True): 40,
+        ("one sequence", False): 40,
+        ("two groups behind one token", True): 2 * (121 + 3 * 9),  # the token itself is not worth a block
+        ("two groups behind one token", False): 6 * 130,
+    }
+
+
+def body_cannot():
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    logging.getLogger("longspan").addHandler(handler)
+    parts, results = together(3, 60, 10), {}
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    cases = {
+        "rope": ({"rope_parameters": rope, "max_position_embeddings": 512}, {}),
+        "kernel": ({}, {"kernel": "model"}),
+    }
+    for name, (changes, options) in cases.items():
+        model = split(build("llama", WIDE, **changes), **options).eval()
+        with torch.no_grad():
+            found = [longspan.score(model, parts) for _ in range(2)]
+            truth = alone(build("llama", WIDE, **changes).eval(), parts)
+            longspan.score(model, tokens((5, 5)))
+        results[name] = max(field_errors(each, truth) for each in found)
+    logging.getLogger("longspan").removeHandler(handler)
+    return results, said
+
+
+def test_models_that_cannot_share_say_so_once(run_ranks):
+    (first, said), (second, silent) = run_ranks(body_cannot, 2)
+    assert max(*first.values(), *second.values()) <= 1e-10 and not silent
+    assert [level for level, _ in said] == ["WARNING"] * 2
+    for (_, text), reason in zip(said, ("angles of its RoPE", "kernel='model'"), strict=True):
+        assert "57% of the tokens" in text and reason in text and "LlamaForCausalLM" in text
+
+
 # -- the mistake that looks right ------------------------------------------------------------------------------
 
 
@@ -537,13 +787,16 @@ def test_prompt_rows_do_not_go_through_the_head():
 # -- data parallelism ------------------------------------------------------------------------------------------
 
 
-def body_wrapped(wrap):
+@really_wide()
+def body_wrapped(wrap, share):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
     mesh = longspan.init_mesh(dp=2, cp=2)
     groups = [tokens((11, 6), seed=1), tokens((3, 17, 2), seed=2)]
+    if share:
+        groups = [[torch.cat([group[0], part]) for part in group] for group in groups]
 
     def sums(scores):
         return sum(each.sum() for each in scores.logprobs), sum((each != 0).sum() for each in scores.logprobs)
@@ -564,7 +817,10 @@ def body_wrapped(wrap):
     mine = mesh.get_local_rank("dp")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned a view")  # FSDP2's: hooks and views do not go together
-        total, count = sums(longspan.score(wrapped, groups[mine], top_k=2))
+        with shared_whenever_possible():
+            total, count = sums(longspan.score(wrapped, groups[mine], top_k=2))
+    rows = 2 * 11 + 6 if mine == 0 else 2 * 3 + 17 + 2
+    assert not share or longspan.report(wrapped)["tokens"] in (rows // 2, rows - rows // 2)
     everywhere = longspan.dp_reduce(total, mesh)
     found = torch.log1p(everywhere.square() / longspan.dp_reduce(count, mesh["dp"]))
     value = found.detach()
@@ -577,9 +833,9 @@ def body_wrapped(wrap):
     return abs(float(value - one.detach())), gradient_error(got, gradients(reference))
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_sums_over_data_parallel_ranks_under_ddp_and_fsdp(run_ranks, wrap):
-    assert max(map(max, run_ranks(body_wrapped, 4, wrap))) <= 1e-10
+@pytest.mark.parametrize("wrap, share", [("ddp", True), ("fsdp", False), ("fsdp", True)])
+def test_sums_over_data_parallel_ranks_under_ddp_and_fsdp(run_ranks, wrap, share):
+    assert max(map(max, run_ranks(body_wrapped, 4, wrap, share))) <= 1e-10
 
 
 def body_refused():

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from longspan.attention import attend
     from longspan.checks import check
     from longspan.comm import ContextParallel
+    from longspan.engine.core import Engine
+    from longspan.engine.datum import Datum
     from longspan.engine.mesh import init_mesh
     from longspan.engine.train import train
     from longspan.layout import Layout, Span
@@ -26,6 +28,8 @@ __version__ = VERSION
 
 _HOME = {
     "ContextParallel": "longspan.comm",
+    "Datum": "longspan.engine.datum",
+    "Engine": "longspan.engine.core",
     "Layout": "longspan.layout",
     "Rule": "longspan.rule",
     "Scores": "longspan.models.score",
@@ -46,6 +50,8 @@ _HOME = {
 
 __all__ = [
     "ContextParallel",
+    "Datum",
+    "Engine",
     "Layout",
     "Rule",
     "Scores",

@@ -13,19 +13,21 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from longspan import compare, launch
-from longspan.config import Config, ConfigError, describe, load, to_dict, validate
+from longspan.config import AnyConfig, Config, ConfigError, RLConfig, describe, load, to_dict, validate
 
 if TYPE_CHECKING:
     from longspan.engine.train import Summary
+    from longspan.rl.loop import Summary as RLSummary
 
 _USAGE = """usage: longspan COMMAND ...
 
   longspan train CONFIG.toml [key=value ...] [--nproc N] [--dry-run]
+  longspan rl CONFIG.toml [key=value ...] [--nproc N] [--dry-run]
   longspan compare A [B] [key=value ...] [--a key=value ...] [--b key=value ...]
   longspan check MODEL [--full --text FILE] [--sizes N ...] [--json]
   longspan sweep [TYPE ...] [--fast] [--out PAGE.md]
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-    commands = {"train": _train, "compare": _compare, "check": _check, "sweep": _sweep}
+    commands = {"train": _train, "rl": _rl, "compare": _compare, "check": _check, "sweep": _sweep}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if arguments else 2
@@ -91,15 +93,39 @@ def split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
     return [i for i in items if "=" not in i], [i for i in items if "=" in i]
 
 
-# ---- longspan train
+# ---- longspan train, longspan rl
 
 
 def _train(arguments: list[str]) -> int:
+    return _program(
+        "train",
+        Config,
+        arguments,
+        "Train a Hugging Face model on sequences split over ranks. Starts N ranks on this host with --nproc N; under "
+        "torchrun or SLURM it runs as one of theirs.",
+        _train_here,
+    )
+
+
+def _rl(arguments: list[str]) -> int:
+    return _program(
+        "rl",
+        RLConfig,
+        arguments,
+        "Reinforcement learning (GRPO and its kin) of a Hugging Face model, on sequences split over ranks. Starts N "
+        "ranks on this host with --nproc N; under torchrun or SLURM it runs as one of theirs.",
+        _rl_here,
+    )
+
+
+def _program(
+    name: str, kind: type[Any], arguments: list[str], description: str, here: Callable[[Any, int], int]
+) -> int:
+    """A program that trains by a configuration of this kind; `here(config, rank)` is one rank of it."""
     parser = _Parser(
-        prog="longspan train",
-        description="Train a Hugging Face model on sequences split over ranks. Starts N ranks on this host "
-        "with --nproc N; under torchrun or SLURM it runs as one of theirs.",
-        epilog=describe(),
+        prog=f"longspan {name}",
+        description=description,
+        epilog=describe(kind),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("items", nargs="*", metavar="CONFIG.toml | key=value", help="a file, then overrides")
@@ -111,8 +137,8 @@ def _train(arguments: list[str]) -> int:
     if len(paths) > 1:
         raise ConfigError(f"one configuration at a time, got {', '.join(paths)}; overrides are key=value")
     if not options.items:
-        raise ConfigError("no configuration; longspan train CONFIG.toml [key=value ...]")
-    config = load(paths[0] if paths else None, overrides)
+        raise ConfigError(f"no configuration; longspan {name} CONFIG.toml [key=value ...]")
+    config = load(paths[0] if paths else None, overrides, kind=kind)
 
     place = launch.place(os.environ)
     if options.nproc is not None:
@@ -128,19 +154,23 @@ def _train(arguments: list[str]) -> int:
             _print_plan(config, place.world_size)
         return 0
     if place.world_size > 1 and not place.launched:
-        return launch.start(["train", *options.items], place.world_size)
-    return launch.as_worker(lambda: _train_here(config, place.rank), place.rank)
+        return launch.start([name, *options.items], place.world_size)
+    return launch.as_worker(lambda: here(config, place.rank), place.rank)
 
 
-def _print_plan(config: Config, world_size: int) -> None:
+def _print_plan(config: AnyConfig, world_size: int) -> None:
     print(json.dumps(to_dict(config), indent=2))
     print(f"{world_size} ranks: dp {world_size // config.mesh.cp} x cp {config.mesh.cp}. Nothing was started.")
 
 
-def _train_here(config: Config, rank: int) -> int:
+def _quiet_threads() -> None:
     # Read when torch loads its OpenMP. By default threads spin at every barrier; wherever more are runnable than there
     # are cores, each spins for one that is not running (2 cores beside other jobs, measured: 1.6 to 4 times slower).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _train_here(config: Config, rank: int) -> int:
+    _quiet_threads()
     with launch.CtrlC() as ctrl_c:
         from longspan.engine.train import train
 
@@ -148,6 +178,45 @@ def _train_here(config: Config, rank: int) -> int:
         if rank == 0:
             print(closing_lines(summary), flush=True)
     return launch.INTERRUPTED if ctrl_c.pressed else 0
+
+
+def _rl_here(config: RLConfig, rank: int) -> int:
+    _quiet_threads()
+    with launch.CtrlC() as ctrl_c:
+        from longspan.rl.loop import train
+
+        summary = train(config, progress=config.log.progress)
+        if rank == 0:
+            print(rl_closing_lines(summary), flush=True)
+    return launch.INTERRUPTED if ctrl_c.pressed else 0
+
+
+def rl_closing_lines(summary: RLSummary) -> str:
+    lines = []
+    if summary.stopped:
+        lines.append(f"stopped by a signal after step {summary.step} of {summary.steps}; checkpoint.resume continues")
+    rewards = []
+    for line in (Path(summary.folder) / "metrics.jsonl").read_text().splitlines():
+        reward = json.loads(line)["reward"]
+        rewards += [] if reward is None else [reward]
+    if summary.reward is None:
+        lines.append(f"nothing to do: step {summary.step} of {summary.steps} was done already")
+    few = min(10, len(rewards))
+    if few:
+        first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
+        lines.append(
+            f"step {summary.step}: reward {last:.3f} over the last {few} steps, {first:.3f} over the first {few}"
+        )
+    return "\n".join([*lines, *_places(summary)])
+
+
+def _places(summary: Summary | RLSummary) -> list[str]:
+    lines = []
+    if summary.checkpoint:
+        lines.append(f"checkpoint: {summary.checkpoint}")
+    if summary.export:
+        lines.append(f"export: {summary.export}")
+    return [*lines, f"run folder: {summary.folder}"]
 
 
 def closing_lines(summary: Summary) -> str:
@@ -159,11 +228,7 @@ def closing_lines(summary: Summary) -> str:
         lines.append(f"nothing to do: step {summary.step} of {summary.steps} was done already")
     else:
         lines.append(f"step {summary.step}: loss {summary.loss:.4f}{compare.speed_text(curve)}")
-    if summary.checkpoint:
-        lines.append(f"checkpoint: {summary.checkpoint}")
-    if summary.export:
-        lines.append(f"export: {summary.export}")
-    return "\n".join([*lines, f"run folder: {summary.folder}"])
+    return "\n".join([*lines, *_places(summary)])
 
 
 # ---- longspan compare
@@ -257,7 +322,7 @@ def _check(arguments: list[str]) -> int:
     add("model", metavar="MODEL", help="a hub id, a folder, a config.json, or a model type that transformers knows")
     add("--sizes", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of ranks (default: 2 4)")
     add("--scheme", choices=("exchange", "ulysses", "both"), default="both")
-    add("--layout", choices=("auto", "contiguous", "head_tail", "per_document"), default="auto")
+    add("--layout", choices=("auto", "contiguous", "head_tail", "per_document", "balanced"), default="auto")
     add("--full", action="store_true", help="its own weights in fp32, on the text of --text")
     add("--text", metavar="FILE", help="a text file, for --full")
     add("--length", type=int, metavar="N", help="tokens per row (default: 37; with --full up to 257)")

@@ -57,7 +57,7 @@ class ContextParallel:
 
     Args:
         mesh: a one-dimensional DeviceMesh (`mesh["cp"]`), a ProcessGroup, or None for a group of one.
-        layout: "contiguous", "head_tail", "per_document", or a `Layout` (then the sequence length is fixed).
+        layout: "contiguous", "head_tail", "per_document", "balanced", or a `Layout` (then the length is fixed).
         gradient: "mean" where the trainer averages gradients over its ranks (DDP, FSDP), "sum" where it sums.
         check_batch: compare a hash of each whole batch over the group.
     """
@@ -104,21 +104,23 @@ class ContextParallel:
             raise ValueError("this ContextParallel has no length yet; use the one that cp.bind(length) returns")
         return self.layout
 
-    def bind(self, length: int, boundaries: Iterable[int] = ()) -> ContextParallel:
+    def bind(
+        self, length: int, boundaries: Iterable[int] = (), counts: Sequence[int] | layouts.Positions | None = None
+    ) -> ContextParallel:
         """The same group with the layout of a sequence of `length` tokens, and with traffic counted from zero.
-        `boundaries`: where documents begin, for "per_document"."""
+        `boundaries`: where documents begin. `counts`: visible keys of each position, for "balanced" (default: causal
+        within the documents)."""
         if isinstance(self.layout, Layout):
             if self.layout.length != length:
                 raise ValueError(f"the layout is for {self.layout.length} tokens, the sequence has {length}")
             return replace(self, traffic=Traffic())
-        return replace(self, layout=layouts.make(self.layout, length, self.size, boundaries), traffic=Traffic())
+        return replace(self, layout=layouts.make(self.layout, length, self.size, boundaries, counts), traffic=Traffic())
 
     def bind_rows(self, rows: int) -> ContextParallel:
         """Like `bind`, for callers who know only how many rows each rank holds: one tiny collective."""
         if isinstance(self.layout, Layout):
             return self
-        if self.layout == "per_document":
-            raise ValueError('"per_document" needs the documents: use cp.bind(length, boundaries) first')
+        self._check_length_is_enough()
         counts = self.all_gather_integers([rows])
         bound = replace(self, layout=layouts.make(self.layout, sum(c[0] for c in counts), self.size))
         if bound.bound.row_counts != tuple(c[0] for c in counts):
@@ -126,6 +128,10 @@ class ContextParallel:
                 f"ranks hold {[c[0] for c in counts]} rows, the {self.layout} layout gives {bound.bound.row_counts}"
             )
         return bound
+
+    def _check_length_is_enough(self) -> None:
+        if self.layout in ("per_document", "balanced"):
+            raise ValueError(f'"{self.layout}" depends on the batch: use cp.bind(length, boundaries) first')
 
     # -- agreement ---------------------------------------------------------------------------------------------
 
@@ -213,11 +219,12 @@ class ContextParallel:
         by the one layout; everything else (numbers, strings, tensors of fewer dimensions) is passed through.
 
         `position_ids` of shape [3, B, S] are cut on their last dimension. Raises ValueError, on every rank, for a
-        tensor whose length is not the sequence's, naming its key path and both lengths, and for batches that
-        differ between ranks.
+        tensor whose length is not the sequence's, naming its key path and both lengths, for batches that differ
+        between ranks, and for a layout that depends on more than the length and was not bound to it.
         """
 
         def check() -> ContextParallel:
+            self._check_length_is_enough()
             lengths = {path: leaf.shape[at] for path, leaf, at in _per_token(tree, dim)}
             if not lengths:
                 raise ValueError(f"nothing to shard: no tensor has a dimension {dim}")

@@ -208,15 +208,31 @@ def _dealt(before: Positions, size: int, pieces: int) -> Layout:
     return Layout(length, tuple(spans), "balanced")
 
 
-NAMES = ("contiguous", "head_tail", "per_document")
+def causal_counts(length: int, boundaries: Iterable[int] = ()) -> Positions:
+    """Visible keys of each position of causal documents that begin at `boundaries`: int64 [length]."""
+    starts = np.array(sorted({0, *(int(b) for b in boundaries)}), dtype=np.int64)
+    positions = np.arange(length, dtype=np.int64)
+    return positions - starts[np.searchsorted(starts, positions, side="right") - 1] + 1
 
 
-def make(name: str, length: int, size: int, boundaries: Iterable[int] = ()) -> Layout:
-    """The layout called `name`; `boundaries` serve `per_document` only."""
+NAMES = ("contiguous", "head_tail", "per_document", "balanced")
+
+
+def make(
+    name: str,
+    length: int,
+    size: int,
+    boundaries: Iterable[int] = (),
+    counts: Sequence[int] | Positions | None = None,
+) -> Layout:
+    """The layout called `name`. `boundaries`, where documents begin, serve `per_document`; `counts` serve `balanced`,
+    whose default are those of causal documents."""
     if name == "contiguous":
         return contiguous(length, size)
     if name == "head_tail":
         return head_tail(length, size)
     if name == "per_document":
         return per_document(length, size, boundaries)
+    if name == "balanced":
+        return balanced(causal_counts(length, boundaries) if counts is None else counts, size)
     raise ValueError(f"unknown layout {name!r}; choose one of {', '.join(NAMES)}")

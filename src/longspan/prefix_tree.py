@@ -28,8 +28,10 @@ from longspan.layout import Span
 Integers = NDArray[np.int64]
 
 # What one more block of attention costs (its call, and the merge of its result), in tokens' worth of the rest of a
-# layer: some 50 us against 1.5 us per token for 8B parameters at 400 TFLOP/s, forward and backward. An estimate.
+# layer, forward and backward. Of accelerators an estimate: some 50 us against 1.5 us per token for 8B parameters at 400
+# TFLOP/s. On CPUs 2 to 9 were measured at width 256 (benches/prefix.py --fit), and wider layers make it less.
 BLOCK_COST = 32
+CPU_BLOCK_COST = 4
 
 
 class Node(NamedTuple):
@@ -92,6 +94,11 @@ class PrefixTree:
         """Of the same sequences one by one."""
         lengths = [self.nodes[end].place + self.nodes[end].span.size for end in self.ends]
         return Work(sum(lengths), sum(length * (length + 1) // 2 for length in lengths), len(lengths))
+
+
+def block_cost_on(device_type: str) -> int:
+    """The cost of a block on a device ("cpu", "cuda"), in tokens."""
+    return CPU_BLOCK_COST if device_type == "cpu" else BLOCK_COST
 
 
 def worth_sharing(tree: PrefixTree, *, pair_cost: float = 0.0, block_cost: float = BLOCK_COST) -> bool:

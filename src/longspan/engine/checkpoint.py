@@ -17,6 +17,8 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,31 +97,54 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     set_optimizer_state_dict(module, optimizer, whole)
 
 
-def export(folder: Path, module: nn.Module, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Writes what `from_pretrained` loads, safetensors and tokenizer; every rank calls it, rank 0 writes."""
-    place = folder / "export"
+def export(place: Path, module: nn.Module, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> Path:
+    """Writes to `place` what `from_pretrained` loads; every rank calls it, rank 0 writes."""
     weights = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        # A fresh model without storage, so that nothing of hooks, sharding or wrapping gets into the files.
-        with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=config.dtype)
-        plain.load_state_dict(weights, assign=True)
-        plain.tie_weights()
-        draft = place.with_name(".export.unfinished")
-        shutil.rmtree(draft, ignore_errors=True)
-        shown = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.disable_progress_bar()
-        try:
-            plain.save_pretrained(draft)
-        finally:
-            if shown:
-                transformers_logging.enable_progress_bar()
-        tokenizer.save_pretrained(draft)
-        if place.exists():
-            shutil.rmtree(place)
-        draft.rename(place)
+        write_weights(place, weights, config, tokenizer=tokenizer)
     dist.barrier()
     return place
+
+
+def write_weights(
+    place: Path,
+    weights: Mapping[str, Any],
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Writes a folder that `from_pretrained` and servers load: safetensors with the hub's names, config and tokenizer.
+    It appears whole or not at all. weights: a plain model's, whole; dtype: what they are written in, None: as they are.
+    """
+    given = {name: w.to(dtype) if dtype is not None and w.is_floating_point() else w for name, w in weights.items()}
+    # A fresh model without storage, so that nothing of hooks, sharding or wrapping gets into the files.
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype or config.dtype)
+    plain.load_state_dict(given, assign=True)
+    plain.tie_weights()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.with_name(f".{place.name}.unfinished")
+    shutil.rmtree(draft, ignore_errors=True)
+    with no_progress_bar():
+        plain.save_pretrained(draft)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(draft)
+    if place.exists():
+        shutil.rmtree(place)
+    draft.rename(place)
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """transformers' own, over saving and loading."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _sync_folder(folder: Path) -> None:

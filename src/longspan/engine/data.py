@@ -21,12 +21,12 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from longspan.config import ConfigError, DataConfig
+from longspan.config import ConfigError, DataConfig, PromptsConfig
 from longspan.engine.packing import IGNORE, Document, Rows, pack
 from longspan.engine.tokens import byte_tokenizer
 
 
-def load_tokenizer(config: DataConfig, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: DataConfig | PromptsConfig, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that `data.tokenizer` names, with `data.chat_template` put in."""
     tokenizer: PreTrainedTokenizerBase
     if config.tokenizer == "bytes":
@@ -44,7 +44,7 @@ def load_tokenizer(config: DataConfig, *, trust_remote_code: bool = False) -> Pr
 def read_documents(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
     """Documents in the order of the source; documents without any token are skipped."""
     read = 0
-    for where, record in _records(config):
+    for where, record in records(config):
         if config.max_documents and read == config.max_documents:
             return
         document = _document(record, where, config, tokenizer)
@@ -60,7 +60,7 @@ def _existing(path: str, key: str) -> Path:
     return found
 
 
-def _records(config: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(config: DataConfig | PromptsConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, record); a text file is a record with the one field `text`."""
     if config.source == "stdlib":
         for file in _stdlib_files():
@@ -141,7 +141,9 @@ def _json_list(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{file}[{number}]", record
 
 
-def _from_datasets(name: str, config: DataConfig, arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _from_datasets(
+    name: str, config: DataConfig | PromptsConfig, arguments: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import datasets  # an optional dependency, and slow to import
     except ImportError as error:
@@ -185,15 +187,15 @@ def _from_text(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenize
         raise ConfigError(f"{where}: 'text' is a {type(text).__name__}, not a string")
     if not text:
         return _made([], [])
-    ids = _with_eos(_encode(text, tokenizer), tokenizer)
+    ids = with_eos(encode(text, tokenizer), tokenizer)
     return _made(ids, np.ones(len(ids), dtype=bool))
 
 
 def _from_prompt(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> Document:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        head = _chat(prompt, where, tokenizer, add_generation_prompt=True)
-        both = _chat(prompt + completion, where, tokenizer)
+        head = chat(prompt, where, tokenizer, add_generation_prompt=True)
+        both = chat(prompt + completion, where, tokenizer)
         ids, start = both["input_ids"], len(head["input_ids"])
         if ids[:start] != head["input_ids"]:
             raise ConfigError(
@@ -201,11 +203,9 @@ def _from_prompt(record: dict[str, Any], where: str, tokenizer: PreTrainedTokeni
                 "use 'messages' and {% generation %} markers"
             )
     elif isinstance(prompt, str) and isinstance(completion, str):
-        before = _encode(prompt, tokenizer)
-        if len(before) and before[-1] == tokenizer.eos_token_id and not prompt.endswith(str(tokenizer.eos_token)):
-            before = before[:-1]  # some tokenizers end every text with EOS; the prompt goes on
+        before = encode_prompt(prompt, tokenizer)
         after = tokenizer(completion, add_special_tokens=False)["input_ids"]
-        ids, start = np.concatenate([before, _with_eos(after, tokenizer)]), len(before)
+        ids, start = np.concatenate([before, with_eos(after, tokenizer)]), len(before)
     else:
         raise ConfigError(f"{where}: 'prompt' and 'completion' must both be strings or both be lists of messages")
     return _made(ids, np.arange(len(ids)) >= start)
@@ -221,7 +221,7 @@ def _from_messages(record: dict[str, Any], where: str, tokenizer: PreTrainedToke
             f"{where}: the assistant mask is all zero, because the chat template has no {{% generation %}} markers "
             "around what the assistant says; set data.chat_template to one that has"
         )
-    made = _chat(record["messages"], where, tokenizer, tools=record.get("tools"), return_assistant_tokens_mask=True)
+    made = chat(record["messages"], where, tokenizer, tools=record.get("tools"), return_assistant_tokens_mask=True)
     mask = np.asarray(made["assistant_masks"], dtype=bool)
     if not mask.any():
         roles = [message.get("role") for message in record["messages"]]
@@ -232,7 +232,7 @@ def _from_messages(record: dict[str, Any], where: str, tokenizer: PreTrainedToke
     return _made(made["input_ids"], mask)
 
 
-def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Any:
+def chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     except (TemplateError, TypeError, ValueError) as error:  # what templates raise over roles they do not know
@@ -273,13 +273,20 @@ _READERS = {
 }
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     if tokenizer.init_kwargs.get("ids_are_bytes"):
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
     return np.asarray(tokenizer(text)["input_ids"], dtype=np.int32)
 
 
-def _with_eos(ids: Any, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    ids = encode(text, tokenizer)
+    if len(ids) and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
+        return ids[:-1]  # some tokenizers end every text with EOS; a prompt goes on
+    return ids
+
+
+def with_eos(ids: Any, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     ids = np.asarray(ids, dtype=np.int32)
     if tokenizer.eos_token_id is None or (len(ids) and ids[-1] == tokenizer.eos_token_id):
         return ids

@@ -49,7 +49,7 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, after_step: int, tensorboard: bool) -> None:
         path = folder / "metrics.jsonl"
-        _truncate(path, after_step)
+        truncate(path, after_step)
         self.file = path.open("a")
         self.board = None
         if tensorboard:
@@ -71,7 +71,8 @@ class MetricsLog:
             self.board.close()
 
 
-def _truncate(path: Path, after_step: int) -> None:
+def truncate(path: Path, after_step: int) -> None:
+    """Drops the records of a JSON Lines file that lie beyond a step, and a line that was not finished."""
     if not path.exists():
         return
     kept = []

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from longspan.config import TrainConfig
-
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:
     """Random state as a function of its arguments: nothing to save, the same after a resume."""
@@ -25,13 +23,13 @@ def seed_step(seed: int, step: int, dp_rank: int) -> None:
 
 
 @contextmanager
-def numerics(train: TrainConfig) -> Iterator[None]:
+def numerics(*, deterministic: bool) -> Iterator[None]:
     """Deterministic algorithms where asked for, and no warnings about torch by torch; puts back what the run
     changed in this process."""
     before = torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
     level = logging.getLogger("longspan").level
-    if train.deterministic:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:

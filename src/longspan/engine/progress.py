@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +14,21 @@ from rich.progress import Progress as Bar
 SECONDS_BETWEEN_LINES = 5.0
 
 
+def training_note(record: dict[str, Any]) -> str:
+    note = (
+        f"loss {record['loss']:.4f}  grad {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+        f"{record['tokens_per_second']:,.0f} tokens/s"
+    )
+    return note + (f"  validation {record['validation_loss']:.4f}" if "validation_loss" in record else "")
+
+
 class Progress:
-    def __init__(self, step: int, steps: int, *, shown: bool) -> None:
+    """note: what is said of a step's record."""
+
+    def __init__(
+        self, step: int, steps: int, *, shown: bool, note: Callable[[dict[str, Any]], str] = training_note
+    ) -> None:
+        self.note = note
         self.shown = shown
         self.steps = steps
         self.bar: Bar | None = None
@@ -32,12 +46,7 @@ class Progress:
             self.bar.start()
 
     def update(self, record: dict[str, Any]) -> None:
-        note = (
-            f"loss {record['loss']:.4f}  grad {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s"
-        )
-        if "validation_loss" in record:
-            note += f"  validation {record['validation_loss']:.4f}"
+        note = self.note(record)
         if self.bar is not None:
             self.bar.update(self.task, completed=record["step"], note=note)
         elif self.shown and (time.monotonic() - self.said > SECONDS_BETWEEN_LINES or record["step"] == self.steps):

@@ -16,18 +16,13 @@ resume. SIGTERM and SIGUSR1 set a flag; ranks agree on it between two steps, sav
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
-import json
 import logging
 import math
-import platform
-import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,22 +31,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from longspan.config import Config, ConfigError
-from longspan.engine import checkpoint, metrics, optim
+from longspan.engine import checkpoint, metrics
 from longspan.engine.build import build_model
+from longspan.engine.core import Engine
 from longspan.engine.data import load_rows, load_tokenizer
 from longspan.engine.mesh import gather_vector, init_mesh, local_device, local_world_size
 from longspan.engine.packing import Rows, collate, document_lengths, step_rows
-from longspan.engine.process import cpu_threads, numerics, precise, seed_step, stop_signals
+from longspan.engine.process import cpu_threads, numerics, seed_step, stop_signals
 from longspan.engine.progress import Progress
-from longspan.engine.wrap import compute, resolve_wrap, synchronise, wrap_model
-from longspan.models import parallelize, report, separates_documents
+from longspan.engine.runs import find_checkpoint, write_run_files
+from longspan.models import report, separates_documents
 
 log = logging.getLogger(__name__)
 
@@ -75,29 +68,17 @@ class _Run:
     """What stays the same through a run."""
 
     config: Config
-    mesh: DeviceMesh
-    model: PreTrainedModel  # adapted in place
-    module: nn.Module  # what is called: the model or a wrapper around it
-    optimizer: torch.optim.Optimizer
+    engine: Engine
     rows: Rows
     training_rows: int
     pad_id: int
-    weights: int  # active ones, for FLOPs
     separates: bool  # the model reads documents from position_ids
-
-    @property
-    def dp(self) -> int:
-        return self.mesh["dp"].size()
-
-    @property
-    def dp_rank(self) -> int:
-        return self.mesh["dp"].get_local_rank()
 
 
 def train(config: Config, *, progress: bool = True, on_step: Callable[[dict[str, Any]], None] | None = None) -> Summary:
     """Trains as `config` says; every rank calls it. `on_step` gets each step's record, on every rank."""
     started_here = not dist.is_initialized()
-    with stop_signals() as stop, numerics(config.train):
+    with stop_signals() as stop, numerics(deterministic=config.train.deterministic):
         try:
             return _train(config, progress, on_step, stop)
         finally:
@@ -120,14 +101,26 @@ def _train(
     model = build_model(config.model, tokenizer, sequence_length=config.data.sequence_length)
     separates = separates_documents(model)
     _check_model(config, model, rows, separates=separates)
-    plain_config = copy.deepcopy(model.config)
-    run = _prepare(config, mesh, model, rows, training_rows, tokenizer, separates=separates)
+    engine = Engine(
+        model,
+        mesh,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        precision=config.train.precision,
+        activation_checkpointing=config.train.activation_checkpointing,
+        steps=config.train.steps,
+        packed=False,  # rows are packed already, and one rank is to be the plain model, bit for bit
+    )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    run = _Run(
+        config=config, engine=engine, rows=rows, training_rows=training_rows, pad_id=pad or 0, separates=separates
+    )
     _try_forward(run)
 
     folder = Path(config.folder)
     fingerprint = _fingerprint(rows, training_rows)
-    newest = _find_checkpoint(folder, config)
-    step, consumed = 0, 0
+    newest = find_checkpoint(folder, config.checkpoint.resume)
+    consumed = 0
     if newest is not None:
         state = checkpoint.read_state(newest)
         if state["data"] != fingerprint:
@@ -135,33 +128,41 @@ def _train(
                 f"{newest} was trained on other data ({state['data']}; now {fingerprint}); restore the data settings, "
                 "take another folder, or set checkpoint.resume = 'never'"
             )
-        checkpoint.load(newest, run.module, run.optimizer)
-        step, consumed = state["step"], state["rows_consumed"]
-        log.info("resuming from %s: step %d, %d rows", newest, step, consumed)
+        engine.load_state(newest)
+        consumed = state["rows_consumed"]
+        log.info("resuming from %s: step %d, %d rows", newest, engine.step, consumed)
 
     def save() -> Path:
-        state = {
-            "step": step,
-            "rows_consumed": consumed,
-            "data": fingerprint,
-            "mesh": {"dp": run.dp, "cp": mesh["cp"].size()},
-            "config": dataclasses.asdict(config),
-        }
-        return checkpoint.save(folder, run.module, run.optimizer, state=state, keep=config.checkpoint.keep)
+        return engine.save_state(
+            folder,
+            keep=config.checkpoint.keep,
+            rows_consumed=consumed,
+            data=fingerprint,
+            mesh={"dp": engine.dp, "cp": engine.cp},
+            config=dataclasses.asdict(config),
+        )
 
     book = bar = None
     if rank == 0:
-        _write_run_files(folder, config, run)
-        book = metrics.MetricsLog(folder, after_step=step, tensorboard=config.log.tensorboard)
-        bar = Progress(step, config.train.steps, shown=progress and config.log.progress)
+        write_run_files(
+            folder,
+            config,
+            engine,
+            training_rows=training_rows,
+            validation_rows=len(rows) - training_rows,
+            dropped_tokens=rows.dropped_tokens,
+            dropped_documents=rows.dropped_documents,
+        )
+        book = metrics.MetricsLog(folder, after_step=engine.step, tensorboard=config.log.tensorboard)
+        bar = Progress(engine.step, config.train.steps, shown=progress and config.log.progress)
     begun = time.perf_counter()
     record: dict[str, Any] | None = None
     saved = newest
     stopped = False
     try:
-        while step < config.train.steps:
-            record = _step(run, step + 1, consumed)
-            step, consumed = step + 1, consumed + config.train.batch_rows
+        while engine.step < config.train.steps:
+            record = _step(run, consumed)
+            step, consumed = engine.step, consumed + config.train.batch_rows
             if config.train.validate_every and step % config.train.validate_every == 0:
                 record["validation_loss"] = _validate(run)
             if book is not None and bar is not None:
@@ -182,11 +183,11 @@ def _train(
             bar.close()
             book.close()
     exported = None
-    if config.checkpoint.export and step == config.train.steps:
-        exported = checkpoint.export(folder, run.module, plain_config, tokenizer)
+    if config.checkpoint.export and engine.step == config.train.steps:
+        exported = engine.export_hf(folder / "export", tokenizer)
     return Summary(
         folder=str(folder),
-        step=step,
+        step=engine.step,
         steps=config.train.steps,
         stopped=stopped,
         loss=record["loss"] if record else None,
@@ -196,76 +197,22 @@ def _train(
     )
 
 
-def _prepare(
-    config: Config,
-    mesh: DeviceMesh,
-    model: PreTrainedModel,
-    rows: Rows,
-    training_rows: int,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    separates: bool,
-) -> _Run:
-    """Adapts the model to cp, wraps it for dp, and makes the optimizer over what came out."""
-    weights = metrics.active_weights(model)
-    if config.train.activation_checkpointing:
-        _recompute_blocks(model)
-    parallel = config.parallel
-    try:
-        model = parallelize(
-            model,
-            mesh["cp"],
-            scheme=parallel.scheme,
-            layout=parallel.layout,
-            kernel=parallel.kernel,
-            logits="none",
-            stages=parallel.stages or None,
-            check_batch=parallel.check_batch,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    module = wrap_model(model, mesh, wrap=config.parallel.wrap, precision=config.train.precision)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return _Run(
-        config=config,
-        mesh=mesh,
-        model=model,
-        module=module,
-        optimizer=optim.build_optimizer(module, config.optimizer),
-        rows=rows,
-        training_rows=training_rows,
-        pad_id=pad or 0,
-        weights=weights,
-        separates=separates,
-    )
-
-
 @torch.no_grad()
 def _try_forward(run: _Run) -> None:
     """One short forward, so that a model which longspan refuses does so before the run folder exists."""
-    if run.mesh["cp"].size() == 1:
+    if run.engine.cp == 1:
         return
-    ids = torch.zeros(1, 2 * run.mesh["cp"].size(), dtype=torch.int64, device=local_device())
+    ids = torch.zeros(1, 2 * run.engine.cp, dtype=torch.int64, device=local_device())
     batch = {"input_ids": ids, "labels": ids, "shift_labels": ids}
-    run.module.train()
+    module = run.engine.module
+    module.train()
     try:
-        _loss(run, batch, ids.numel())
+        with run.engine.computing():
+            _loss(run, batch, ids.numel())
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if isinstance(run.module, FSDPModule):
-        run.module.reshard()
-
-
-def _recompute_blocks(model: PreTrainedModel) -> None:
-    """Activation checkpointing of each block, under whichever name this transformers has it."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if model.dtype == torch.float64:
-        # The recomputation runs inside backward(), where no function mode is active.
-        options["context_fn"] = lambda: (nullcontext(), precise(torch.float64))
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(options)
-    else:
-        model.gradient_checkpointing_enable(options)
+    if isinstance(module, FSDPModule):
+        module.reshard()
 
 
 def _check(config: Config, dp: int) -> None:
@@ -304,65 +251,50 @@ def _check_model(config: Config, model: PreTrainedModel, rows: Rows, *, separate
         )
 
 
-def _step(run: _Run, step: int, consumed: int) -> dict[str, Any]:
+def _step(run: _Run, consumed: int) -> dict[str, Any]:
     """One optimizer step; returns its record."""
     begun = time.perf_counter()
-    config, data = run.config, run.config.data
+    config, data, engine = run.config, run.config.data, run.engine
+    step = engine.step + 1
     count = config.train.batch_rows
     indices = step_rows(consumed, count, rows=run.training_rows, seed=data.seed, shuffle=data.shuffle)
     targets = int(run.rows.target_counts[indices].sum())
     if targets == 0:
         raise ValueError(f"step {step}: its {count} rows hold no target tokens at all; check the data's masks")
-    seed_step(config.train.seed, step, run.dp_rank)
-    share = count // run.dp
-    mine = indices[run.dp_rank * share : (run.dp_rank + 1) * share].reshape(-1, config.train.micro_rows)
-    loss, work = _accumulate(run, mine, targets / run.dp)
+    seed_step(config.train.seed, step, engine.dp_rank)
+    share = count // engine.dp
+    mine = indices[engine.dp_rank * share : (engine.dp_rank + 1) * share].reshape(-1, config.train.micro_rows)
+    work = np.zeros(3)
+
+    def micro_batch(rows: np.ndarray) -> torch.Tensor:
+        loss = _loss(run, _batch(run, rows), targets / engine.dp)
+        work[:] += _work(run, rows)
+        return loss
+
+    losses = engine.accumulate(list(mine), micro_batch)
+    loss = float(torch.stack(losses).double().sum())
     sent = gather_vector([loss, metrics.peak_memory_bytes(local_device()), *work])
     everyone = {name: sent[:, column].tolist() for column, name in enumerate(_SENT)}
     # Ranks are numbered dp outermost: the first rank of each cp group speaks for it.
-    cp = run.mesh["cp"].size()
-    mean = sum(everyone["loss"][::cp]) / run.dp
-    norm = optim.gradient_norm(run.module)
-    if not (math.isfinite(mean) and math.isfinite(norm)):
+    mean = sum(everyone["loss"][:: engine.cp]) / engine.dp
+    if not math.isfinite(mean):
         raise FloatingPointError(
-            f"step {step}: loss {mean}, gradient norm {norm}; nothing was updated and nothing saved. "
-            "Lower optimizer.lr, or resume from the last checkpoint"
+            f"step {step}: loss {mean}; nothing was updated and nothing saved. Lower optimizer.lr, or resume from the "
+            "last checkpoint"
         )
-    limit = config.optimizer.max_grad_norm
-    if limit > 0:
-        optim.scale_gradients(run.module, min(1.0, limit / (norm + 1e-6)))
-    rate = optim.learning_rate(step, config.train.steps, config.optimizer)
-    optim.set_learning_rate(run.optimizer, rate)
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    record = {"step": step, "loss": mean, "grad_norm": norm, "lr": rate, "targets": targets, "rows": count}
+    done = engine.optim_step()
+    record = {"step": step, "loss": mean, "grad_norm": done.grad_norm, "lr": done.lr, "targets": targets, "rows": count}
     return record | _throughput(run, indices, everyone, seconds=time.perf_counter() - begun)
 
 
 _SENT = ("loss", "peak_memory", "tokens", "pairs", "bytes")
 
 
-def _accumulate(run: _Run, micro_batches: np.ndarray, items: float) -> tuple[float, np.ndarray]:
-    """Forward and backward of this rank's micro-batches: (sum of their losses, [tokens, pairs, bytes] of its work)."""
-    run.module.train()
-    losses: list[torch.Tensor] = []
-    work = np.zeros(3)
-    for number, indices in enumerate(micro_batches):
-        batch = _batch(run, indices)
-        with synchronise(run.module, last=number == len(micro_batches) - 1):
-            loss = _loss(run, batch, items)
-            loss.backward()
-        losses.append(loss.detach().double())
-        work += _work(run, indices)
-    return float(torch.stack(losses).sum()), work
-
-
 def _loss(run: _Run, batch: dict[str, torch.Tensor], items: float) -> torch.Tensor:
     """Sum of the whole batch's token losses over `items`."""
     # FSDP2 would round a float tensor to bf16; a Python number passes as it is.
     count = int(items) if float(items).is_integer() else items
-    with compute(run.module, run.config.train.precision), precise(run.model.dtype):
-        return run.module(**batch, num_items_in_batch=count, use_cache=False).loss
+    return run.engine.module(**batch, num_items_in_batch=count, use_cache=False).loss
 
 
 def _batch(run: _Run, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor]:
@@ -373,11 +305,11 @@ def _batch(run: _Run, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor
 
 def _work(run: _Run, indices: np.ndarray) -> tuple[float, float, float]:
     """(tokens, attention pairs of all layers, bytes sent) of this rank in the micro-batch that just ran."""
-    if run.mesh["cp"].size() > 1:
-        measured = report(run.model)
+    if run.engine.cp > 1:
+        measured = report(run.engine.model)
         return measured["tokens"], measured["pairs"], measured["bytes_sent"]
     lengths = [length for row in document_lengths(run.rows, indices, separate=run.separates) for length in row]
-    return sum(lengths), metrics.layer_pairs(run.model.config.get_text_config(), lengths), 0
+    return sum(lengths), metrics.layer_pairs(run.engine.model.config.get_text_config(), lengths), 0
 
 
 @torch.no_grad()
@@ -387,20 +319,22 @@ def _validate(run: _Run) -> float:
     targets = int(run.rows.target_counts[held_out].sum())
     if targets == 0:
         raise ConfigError(f"the {len(held_out)} validation rows hold no target tokens")
-    run.module.eval()
+    engine = run.engine
+    engine.module.eval()
     total = 0.0
-    for first in range(0, len(held_out), run.dp):
-        place = first + run.dp_rank
+    for first in range(0, len(held_out), engine.dp):
+        place = first + engine.dp_rank
         batch = _batch(run, [held_out[min(place, len(held_out) - 1)]])
         if place >= len(held_out):
             # Ranks that run out still join every collective, with nothing to predict.
             batch["labels"].fill_(-100)
             batch["shift_labels"].fill_(-100)
-        total += float(_loss(run, batch, targets))
-    if isinstance(run.module, FSDPModule):
-        run.module.reshard()
-    run.module.train()
-    return float(gather_vector([total])[:: run.mesh["cp"].size(), 0].sum())
+        with engine.computing():
+            total += float(_loss(run, batch, targets))
+    if isinstance(engine.module, FSDPModule):
+        engine.module.reshard()
+    engine.module.train()
+    return float(gather_vector([total])[:: engine.cp, 0].sum())
 
 
 def _throughput(run: _Run, indices: np.ndarray, everyone: dict[str, list[float]], *, seconds: float) -> dict[str, Any]:
@@ -410,9 +344,10 @@ def _throughput(run: _Run, indices: np.ndarray, everyone: dict[str, list[float]]
     documents = np.concatenate([run.rows.lengths(row) for row in indices]).tolist()
     tokens = sum(documents)
     device = local_device()
-    bf16 = run.config.train.precision == "bf16" or run.model.dtype == torch.bfloat16
-    peak = metrics.peak_flops(device, torch.bfloat16 if bf16 else run.model.dtype)
-    flops = metrics.step_flops(run.model, run.weights, tokens, documents)
+    model = run.engine.model
+    bf16 = run.config.train.precision == "bf16" or model.dtype == torch.bfloat16
+    peak = metrics.peak_flops(device, torch.bfloat16 if bf16 else model.dtype)
+    flops = metrics.step_flops(model, run.engine.weights, tokens, documents)
     pairs = everyone["pairs"]
     return {
         "tokens": tokens,
@@ -435,40 +370,3 @@ def _fingerprint(rows: Rows, training_rows: int) -> str:
     for array in (rows.ids, rows.targets, rows.pieces[:, 0], rows.offsets):
         digest.update(np.ascontiguousarray(array).tobytes())
     return f"{training_rows} of {len(rows)} rows, {digest.hexdigest()[:16]}"
-
-
-def _find_checkpoint(folder: Path, config: Config) -> Path | None:
-    """The checkpoint to start from, agreed on by all ranks."""
-    found = checkpoint.checkpoints(folder)
-    step = int(found[-1].name.removeprefix("step-")) if found else -1
-    step = int(gather_vector([step])[0, 0])
-    if config.checkpoint.resume == "never":
-        if dist.get_rank() == 0 and found:
-            log.warning("checkpoint.resume = 'never': removing %d checkpoints in %s", len(found), folder)
-            shutil.rmtree(folder / "checkpoints")
-        return None
-    if step < 0 and config.checkpoint.resume == "must":
-        raise ConfigError(f"checkpoint.resume = 'must', but {folder / 'checkpoints'} holds no complete checkpoint")
-    return folder / "checkpoints" / f"step-{step}" if step >= 0 else None
-
-
-def _write_run_files(folder: Path, config: Config, run: _Run) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    about = {
-        "world_size": dist.get_world_size(),
-        "mesh": {"dp": run.dp, "cp": run.mesh["cp"].size()},
-        "wrap": resolve_wrap(run.config.parallel.wrap),
-        "device": local_device().type,
-        "parameters": metrics.parameter_count(run.model),
-        "training_rows": run.training_rows,
-        "validation_rows": len(run.rows) - run.training_rows,
-        "dropped_tokens": run.rows.dropped_tokens,
-        "dropped_documents": run.rows.dropped_documents,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-    (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -33,8 +33,9 @@ def wrap_model(model: PreTrainedModel, mesh: DeviceMesh, *, wrap: str = "auto", 
     wrap = resolve_wrap(wrap)
     if precision == "bf16" and model.dtype == torch.float64:
         raise ConfigError("train.precision = 'bf16' with model.dtype = 'float64': use float32 master weights")
-    if wrap == "none":
-        if world > 1:
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if wrap == "none" or (wrap == "ddp" and frozen):
+        if world > 1 and not frozen:
             raise ConfigError(
                 f"parallel.wrap = 'none' on {world} ranks: nothing would average gradients; use fsdp or ddp"
             )

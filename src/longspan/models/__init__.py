@@ -47,17 +47,20 @@ def parallelize(
     gradient: Literal["mean", "sum"] = "mean",
     check_batch: bool = True,
     unverified: bool = False,
+    on_one_rank: bool = False,
     plan: Mapping[str, own.Words] | None = None,
 ) -> M:
     """Adapts a Hugging Face model in place; returns the same object.
 
     Afterwards every rank of the group calls it with the same whole batch and gets whole outputs, in the order of the
-    batch, and the whole loss. With a group of one rank nothing is installed.
+    batch, and the whole loss. With a group of one rank nothing is installed, unless on_one_rank asks for it.
 
     Args:
         mesh: the context-parallel group: `mesh["cp"]`, a process group, or None (one rank).
         scheme: "ulysses" (all-to-all over heads), "exchange" (fetch the keys that are needed) or "auto".
-        layout: "contiguous", "head_tail", "per_document"; "auto" is per_document for packed batches, else head_tail.
+        layout: "contiguous", "head_tail", "per_document", "balanced" (equal attention pairs at equal tokens, by what
+            the layers see of each batch); "auto" is per_document for packed batches, balanced for prefix trees
+            (`score`), else head_tail.
         kernel: "flash", "naive", "auto", or, under ulysses, "model": the model's own attention function.
         logits: of a causal LM: "whole", "local" (this rank's rows), "none", or "auto": none while training with
             labels, else whole.
@@ -66,6 +69,7 @@ def parallelize(
         check_batch: compare a hash of every batch over the group.
         unverified: adapt an architecture that has not been compared with one rank (docs/models.md), with a warning;
             `longspan check MODEL` compares it. With a plan: skip the trial of its first tokens.
+        on_one_rank: adapt the decoder for a group of one rank too; `score` then packs there and shares prefixes.
         plan: for a model of your own, which is not Hugging Face's: module name patterns and styles (`models.own`).
 
     Raises ValueError for models and options that would not equal one rank.
@@ -77,16 +81,16 @@ def parallelize(
         _check_options(scheme, layout, kernel, logits, stages, cp)
         if getattr(inner, STATE, None) is not None:
             raise ValueError("this model is parallelized already; call longspan.unparallelize(model) first")
-        refused_by_plan = kernel == "model" or logits != "auto" or layout == "per_document" or gradient == "sum"
-        if plan is not None and refused_by_plan:
-            raise ValueError("a plan takes no kernel='model', logits, layout='per_document' or gradient='sum'")
+        by_batch = layout in ("per_document", "balanced")
+        if plan is not None and (kernel == "model" or logits != "auto" or by_batch or gradient == "sum"):
+            raise ValueError("a plan takes no kernel='model', logits, gradient='sum', or layout of each batch's own")
 
     if plan is not None:
         cp.agree(check_call)
         cp = replace(cp, layout="head_tail" if layout == "auto" else layout)
         own.parallelize(model, own.OwnState(cp, scheme, kernel, stages, unverified), plan)
         return model
-    if cp.size == 1:
+    if cp.size == 1 and not on_one_rank:
         check_call()
         return model
 
@@ -163,14 +167,11 @@ def separates_documents(model: PreTrainedModel) -> bool:
     """Whether the plain model, on one rank, keeps documents apart that its position_ids tell by beginning anew. Those
     that do not are refused such batches once they are split; found by a trial of a few tokens."""
     body = decoder_of(model)
-    original = body.config._attn_implementation
-    try:
-        body.set_attn_implementation(hooks.register(original))
-        return inputs.packing_row(body, body.forward, 0, body.get_input_embeddings().weight.device) is not None
-    except ValueError:
-        return False
-    finally:
-        body.set_attn_implementation(original)
+    with decoder.hooked(body):
+        try:
+            return inputs.packing_row(body, body.forward, 0, body.get_input_embeddings().weight.device) is not None
+        except ValueError:
+            return False
 
 
 def report(model: nn.Module) -> dict[str, Any]:

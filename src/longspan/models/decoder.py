@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import ContextParallel
+from longspan.layout import Span
 from longspan.models import inputs, numbering, rope
-from longspan.models.forward import Forward, Given
-from longspan.models.hooks import ACTIVE, LAZY, masks_later
+from longspan.models.forward import Forward, Given, arranged, bends, lazy_rules
+from longspan.models.hooks import ACTIVE, LAZY, masks_later, register
+from longspan.prefix_tree import PrefixTree
+from longspan.rule import Rule
 
 # Arguments with a token dimension, and which it is.
 PER_TOKEN = {
@@ -83,10 +87,12 @@ class Request:
         inputs: Mapping[str, Any],
         check: Callable[[int, int], None],
         bounds: Mapping[str, Tensor] | None = None,
+        tree: PrefixTree | None = None,
     ) -> None:
         self.inputs = inputs
         self.check = check  # (batch, length)
         self.bounds = bounds or {}  # of packed documents (inputs.BOUNDS), for decoders that would not take them
+        self.tree = tree  # the batch is this one row, of which outer models know nothing
         self.forward: Forward | None = None
         self.hidden: Tensor | None = None
         self.output_class: Any = None
@@ -95,6 +101,17 @@ class Request:
 def parameter_names(module: nn.Module) -> set[str]:
     """Names of the parameters of a module's forward."""
     return set(inspect.signature(module.forward).parameters)
+
+
+@contextmanager
+def hooked(decoder: Any) -> Iterator[None]:
+    """Inside the block a plain decoder attends under the hooks' names, for a trial."""
+    original = decoder.config._attn_implementation
+    try:
+        decoder.set_attn_implementation(register(original))
+        yield
+    finally:
+        decoder.set_attn_implementation(original)
 
 
 def call_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -172,6 +189,8 @@ def split_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     arguments = call_arguments(original, args, kwargs)
     if request is not None:
         arguments.update(request.bounds)
+        if request.tree is not None:
+            arguments["position_ids"] = torch.from_numpy(request.tree.positions)[None].to(_tokens(arguments).device)
     # use_cache=True alone is not generation: wrappers fill it in from the config.
     if state.suspended or (request is None and brings_cache(arguments)):
         if LAZY.get() is None:
@@ -274,6 +293,7 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
         )
     check_dropout(decoder)
     _check_arguments(arguments, batch, length)
+    _check_temperature(decoder, length)
     mask = arguments.get("attention_mask")
     plain = plain_forward(decoder)
     documents = inputs.bounded_documents(arguments, batch, length)
@@ -286,20 +306,36 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
     elif mask is not None:
         backend = state.original_backend
         given = inputs.given_masks(decoder, plain, state.facts, backend, mask, batch, length, documents)
-    # transformers reads packing from positions only where there is no mask.
-    if documents is None and not given and not isinstance(mask, Tensor):
+    tree = None if request is None else request.tree
+    if tree is not None:
+        others = documents is not None or visible is not None or (batch, length) != (1, len(tree.tokens))
+        reason = "it has padding, documents or other rows" if others else cannot_branch(decoder, state)
+        if reason is not None:
+            raise ValueError(f"{type(decoder).__name__} cannot run this batch as a prefix tree: {reason}")
+    # transformers reads packing from positions only where there is no mask. Those of a tree jump, and are no packing.
+    elif documents is None and not given and not isinstance(mask, Tensor):
         documents = inputs.packed_documents(decoder, plain, state.facts, arguments.get("position_ids"), batch)
     if request is not None:
         request.check(batch, length)
     packed = [*(documents or ()), *(rule.document_starts for each in given.values() for rule in each.rules)]
+    if tree is not None:  # of whose nodes "per_document" makes documents
+        packed = [tuple(node.span.start for node in tree.nodes)]
     boundaries = sorted({start for row in packed for start in row})
     name = state.layout
-    if name == "auto":
+    if name == "auto" and tree is not None:
+        name = "balanced"
+    elif name == "auto":
         # Cutting every document pays only where the pieces are worth a kernel call.
         long_documents = len(boundaries) > 1 and length >= len(boundaries) * state.cp.size * SHORT_PIECE
         name = "per_document" if long_documents else "head_tail"
+    counts = None
+    if name == "balanced":
+        every = [(each.rules, 1) for each in given.values()]
+        if not given:
+            every = [((rule,) * batch, layers) for rule, layers in layer_rules(decoder, plain, state.facts)]
+        counts = sum(layers * _visible_keys(rules, length, visible, documents or (), tree) for rules, layers in every)
     return Forward(
-        replace(state.cp, layout=name).bind(length, boundaries),
+        replace(state.cp, layout=name).bind(length, boundaries, counts),
         batch=batch,
         visible=visible,
         documents=documents or (),
@@ -307,7 +343,78 @@ def _prepare(decoder: nn.Module, state: State, arguments: dict[str, Any], reques
         scheme=state.scheme,
         kernel=state.kernel,
         stages=state.stages,
+        tree=tree,
     )
+
+
+def layer_rules(decoder: Any, plain: Callable[..., Any], facts: dict[Any, Any]) -> tuple[tuple[Rule, int], ...]:
+    """The rules that the decoder's layers give a sequence of its own, and how many layers have each: by the config's
+    layer types, where it has some; else every mask that the decoder asks for counts once. Raises ValueError for
+    decoders that cannot be tried."""
+    if "layer rules" not in facts:
+        asked, _ = inputs.trial(decoder, plain)
+        rules = list(dict.fromkeys(lazy_rules(mask, 1, inputs.TRIAL)[0] for mask in asked))
+        types = list(getattr(decoder.config, "layer_types", None) or ())
+        layers = [types.count(_layer_type(rule)) for rule in rules]
+        if not any(layers):
+            layers = [1] * len(rules)
+        facts["layer rules"] = tuple((rule, count) for rule, count in zip(rules, layers) if count)
+    return facts["layer rules"]
+
+
+def _layer_type(rule: Rule) -> str:
+    if rule.chunk_size is not None:
+        return "chunked_attention"
+    return "full_attention" if rule.behind is None else "sliding_attention"
+
+
+def cannot_number(decoder: Any, state: State) -> str | None:
+    """Why what a token's position means in the decoder may depend on more than its own document; None where it is the
+    number that it is given at the boundary."""
+    if state.numbers_itself:
+        return "its own modules number tokens"
+    return "the angles of its RoPE depend on the longest position in the row" if rope.modules_of(decoder) else None
+
+
+def cannot_branch(decoder: Any, state: State) -> str | None:
+    """Why the decoder cannot run a row that is a prefix tree; None where it can."""
+    reason = cannot_number(decoder, state)
+    if reason is not None:
+        return reason
+    if state.kernel == "model":
+        return "kernel='model' uses the model's own masks, which know of no tree"
+    try:
+        rules = layer_rules(decoder, plain_forward(decoder), state.facts)
+    except ValueError as error:
+        return str(error)
+    return None if all(bends(rule) for rule, _ in rules) else "its masks are more than causal, windows and chunks"
+
+
+def _visible_keys(
+    rules: tuple[Rule, ...],
+    length: int,
+    visible: Tensor | None,
+    documents: tuple[tuple[int, ...], ...],
+    tree: PrefixTree | None,
+) -> Any:
+    """How many keys each position sees, summed over batch rows: int64 [S]. Conditions that are no structure are left
+    out, as they would have to be evaluated: balance needs no more."""
+    if visible is not None:
+        rules = tuple(rule.padded(flags) for rule, flags in zip(rules, visible.cpu().numpy()))
+    whole = Span(0, length)
+    rows = Counter(replace(rule, index=None) for rule in arranged(rules, documents, tree))
+    return sum(times * rule.counts(whole, whole) for rule, times in rows.items())
+
+
+def _check_temperature(decoder: Any, length: int) -> None:
+    """Refuses attention that scales queries by the rows it counts itself, from where on the scale is not 1."""
+    config = decoder.config
+    if getattr(config, "attn_temperature_tuning", False) and length >= config.floor_scale:
+        raise ValueError(
+            f"{type(decoder).__name__} tunes its attention's temperature by rows that it counts itself, which on "
+            f"shards are not positions: another scale from floor_scale = {config.floor_scale} on; the batch has "
+            f"{length} tokens. Not supported, unless the config's attn_temperature_tuning is off"
+        )
 
 
 def _check_arguments(arguments: Mapping[str, Any], batch: int, length: int) -> None:

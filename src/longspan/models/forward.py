@@ -18,6 +18,7 @@ from transformers import masking_utils
 
 from longspan.comm import ContextParallel
 from longspan.layout import Span
+from longspan.prefix_tree import PrefixTree
 from longspan.rule import Rule
 
 HIDDEN = -1e4  # an additive mask's value from which on a key weighs exactly nothing
@@ -55,7 +56,8 @@ class Given:
 
 
 class Forward:
-    """A whole batch, described: [B, S] tokens, which of them are real, where documents begin. Never changed once made.
+    """A whole batch, described: [B, S] tokens, which of them are real, where documents begin, or which prefix tree the
+    row is. Never changed once made.
 
     Not a dataclass: FSDP2 copies the dataclasses among a layer's arguments, and this must stay one object.
     """
@@ -71,11 +73,13 @@ class Forward:
         scheme: str,
         kernel: str,
         stages: int | None,
+        tree: PrefixTree | None = None,
     ) -> None:
         self.cp = cp  # bound to S
         self.batch = batch
         self.visible = visible  # bool [B, S], None where all tokens are real
         self.documents = documents  # first positions per batch row; () is one document
+        self.tree = tree  # of every batch row; then there are no documents
         self.given = given  # masks that came with the call, by layer type; None: one for all layers
         self.scheme, self.kernel, self.stages = scheme, kernel, stages
         self.seen: set[int] = set()  # ids of attention modules that attended
@@ -98,13 +102,12 @@ class Forward:
     def given_mask(self, layer_type: str | None) -> BoundRule:
         """The mask that came with the call for layers of a type."""
         mask = self.given[layer_type]
-        return BoundRule(self, lambda: mask.rules, mask.make_mask, given=True)
+        return BoundRule(self, lambda: arranged(mask.rules, (), self.tree), mask.make_mask, given=True)
 
     def rules(self, mask_function: Callable[..., Any]) -> tuple[Rule, ...]:
         """The Rules, one per batch row, of a mask function that transformers composed in the decoder, where it knows
         neither padding nor documents."""
-        rules = make_rules(mask_function, self.batch, self.length, self.visible)
-        return tuple(rule.packed(starts) for rule, starts in zip(rules, self.documents)) if self.documents else rules
+        return arranged(make_rules(mask_function, self.batch, self.length, self.visible), self.documents, self.tree)
 
 
 class BoundRule:
@@ -144,6 +147,27 @@ class BoundRule:
             f"this model works on its attention mask itself (it asked for {name!r}), and under context parallelism "
             "there is none; it is not supported"
         )
+
+
+def arranged(
+    rules: tuple[Rule, ...], documents: tuple[tuple[int, ...], ...], tree: PrefixTree | None
+) -> tuple[Rule, ...]:
+    """Rules of sequences, one per batch row, as they are in rows of documents, or of a prefix tree. Raises ValueError
+    for rules that a tree cannot have."""
+    if tree is not None:
+        if not all(bends(rule) for rule in rules):
+            raise ValueError(
+                "a mask that is more than causal, windows and chunks cannot follow the paths of a prefix tree"
+            )
+        return tuple(rule.branched(tree.subtrees) for rule in rules)
+    return tuple(rule.packed(starts) for rule, starts in zip(rules, documents)) if documents else rules
+
+
+def bends(rule: Rule) -> bool:
+    """Whether a sequence's rule means the same along the paths of a prefix tree: it is causal, with windows or chunks
+    and nothing else."""
+    beside = replace(rule, ahead=0, behind=None, chunk_size=None, chunk_origin=0)
+    return rule.ahead == 0 and beside == Rule.causal()
 
 
 def document_starts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -5,9 +5,16 @@ row is split over the ranks; pad tokens are never computed. Every rank scores it
 model's own head (`scoring.chunked_fields`); the narrow results are gathered in one collective per dtype, hidden states
 and logits only where they were asked for; then they are cut into sequences again.
 
-A model that is not split is not trusted to keep documents apart: there, sequences of one length make a batch, and
-lengths run one after the other. The same for split decoders in which a token's position depends on more than its own
-document (positions counted by the decoder's own modules or by a model around it, RoPE that looks at the longest one).
+Sequences that share prefixes make a prefix tree of that row where this is predicted to pay: every shared token is
+computed once (`prefix_tree`, `Rule.branched`), and what comes back is indexed by each sequence's rows, whose backward
+adds the gradients of shared tokens up. At a branch a row has several targets. A row is scored once for each of its
+entries, lines of K targets where the caller gives K per position: the first one of every row stands in the order of
+rows, further ones behind. So no row is widened for the sake of another, and the head repeats branches only.
+
+A model that is not split is not trusted to keep documents apart: there, sequences of about one length make a batch,
+padded on the right, which causal attention does not see, or of one length only where that cannot be told. One length
+at a time is also for split decoders in which a token's position depends on more than its own document (positions
+counted by the decoder's own modules or by a model around it, RoPE that looks at the longest one).
 
 Gradients: what comes back is whole and the same on every rank, and the gather's backward hands each rank the gradient
 of its own rows (`comm`). So a loss is written as on one rank, computed on every context-parallel rank alike, and after
@@ -18,12 +25,15 @@ computed from these outputs is to be summed over context-parallel ranks again; s
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,17 +42,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from longspan.comm import ContextParallel
-from longspan.layout import Span
-from longspan.models import rope
+from longspan.layout import Layout, Span, join
+from longspan.models import numbering, rope
 from longspan.models.causal_lm import head_over, keep_rows, scored_from_rows
-from longspan.models.decoder import STATE, Request, State, check_dropout, plain_forward
+from longspan.models.decoder import (
+    STATE,
+    Request,
+    State,
+    cannot_branch,
+    cannot_number,
+    check_dropout,
+    hooked,
+    layer_rules,
+    mixing_modules,
+    parameter_names,
+    plain_forward,
+)
 from longspan.models.find import decoder_of, model_within, parent_of
+from longspan.models.forward import bends
 from longspan.models.inputs import BOUNDS
+from longspan.prefix_tree import Integers, PrefixTree, block_cost_on, prefix_tree, worth_sharing
+from longspan.rule import Rule
 from longspan.scoring import IGNORE, check_targets, chunked_fields
 
+log = logging.getLogger("longspan")
 T = TypeVar("T")
 PerSequence = list[Tensor] | Tensor  # one tensor per sequence of a list, or [B, S, ..] of a batch
 Fused = tuple[Tensor, dict[str, int]]  # fields side by side in the last dimension, and their widths
+PADDING = 0.12  # of a plain model's tokens, for the sake of fewer forwards
 
 
 class TopK(NamedTuple):
@@ -84,14 +111,26 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """How a run's sequences lie in a prefix tree. Its entries are lines of K targets of a row: one of every row, in
+    order, then a second one of rows that have more than K targets, and so on."""
+
+    tree: PrefixTree
+    rows: list[Tensor]  # per sequence: int64 [T_i]
+    slots: list[Tensor]  # per sequence: where its targets stand in the flattened entries, int64 [T_i, K]; -1: ignored
+    entries: list[Integers]  # the rows that have a first entry (all), a second one, ..; ascending
+
+
+@dataclass(frozen=True)
 class Run:
-    """Sequences that go through the decoder together, end to end in the flattened batch."""
+    """Sequences that go through the decoder together: end to end in one row, one per row of a batch, or as a tree."""
 
     ids: Tensor  # [B, S]
-    targets: Tensor  # [B, S, K]
-    bounds: dict[str, Tensor]  # of documents, where the row holds several
+    targets: Tensor  # [B, S, K]; of a tree [1, entries, K]
     members: tuple[int, ...]  # which sequences
-    lengths: tuple[int, ...]
+    spans: tuple[Span, ...]  # where each lies in the flattened batch; () for a tree
+    bounds: Mapping[str, Tensor]  # of documents, where the row holds several
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +154,7 @@ def score(
     hidden_states: bool = False,
     logits: Literal["whole", "local", False] = False,
     temperature: float = 1.0,
-    share_prefixes: bool = False,
+    share_prefixes: bool = True,
 ) -> Scores:
     """Scores whole sequences under a causal LM, parallelized or not; every rank of the group calls it alike.
 
@@ -131,7 +170,8 @@ def score(
         hidden_states: the decoder's output; costs its gather.
         logits: "whole" (gathered: tokens x vocabulary on every rank), "local" (this rank's rows), or False.
         temperature: divides the logits before everything else.
-        share_prefixes: not available yet.
+        share_prefixes: compute prefixes that sequences have in common once, where that is predicted to pay and the
+            split model can; otherwise (a model that is not split, above all) they are computed with every sequence.
 
     A sequence's values do not depend on what is scored beside it, on padding or on the split: they are those of the
     sequence alone in the plain model, over the `config.vocab_size` tokens (logits of a padded output table are left
@@ -140,8 +180,8 @@ def score(
     inner = model_within(model)
     adapted: Any = getattr(inner, STATE, None)
     split: State | None = adapted if isinstance(adapted, State) and not adapted.suspended else None
-    options = top_k, entropy, hidden_states, logits, temperature, share_prefixes
-    given: dict[str, Any] = {"options": repr(options)}
+    options = top_k, entropy, hidden_states, logits, temperature
+    given: dict[str, Any] = {"options": repr((*options, share_prefixes))}
 
     def planned() -> tuple[Plan, Wanted]:
         _check_model(model, inner, adapted, split)
@@ -151,10 +191,11 @@ def score(
         labels = _check_count(_labels(parts, spans, targets, sequences))
         given.update(sequences=parts, targets=labels)  # compared over the ranks as what they mean
         _check_tokens(inner, parts, labels, wanted)
-        packs = split is not None and _packs(inner, split)
         padded = sequences.shape[1] if isinstance(sequences, Tensor) else None
         flat = [each.reshape(len(each), -1) for each in labels]
-        return Plan(_runs(parts, flat, packs=packs), spans, padded, labels[0].shape[1:]), wanted
+        tree = _tree(inner, split, parts) if share_prefixes and split is not None else None
+        runs = [_tree_run(tree, flat)] if tree is not None else _runs(inner, split, parts, flat)
+        return Plan(runs, spans, padded, labels[0].shape[1:]), wanted
 
     plan, wanted = planned() if split is None else split.cp.agree(planned, given, "calls of score")
     # The model's own forward, not the split one, does what stands around its decoder.
@@ -207,9 +248,7 @@ def check_loss(loss: T, group: Any) -> T:
 # -- what runs -------------------------------------------------------------------------------------------------
 
 
-def _wanted(
-    model: Any, top_k: int, entropy: bool, hidden_states: bool, logits: Any, temperature: float, share_prefixes: bool
-) -> Wanted:
+def _wanted(model: Any, top_k: int, entropy: bool, hidden_states: bool, logits: Any, temperature: float) -> Wanted:
     if logits not in (False, "whole", "local"):
         raise ValueError(f'logits are "whole", "local" or False, got {logits!r}')
     if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature > 0):
@@ -217,8 +256,6 @@ def _wanted(
     vocabulary = min(model.get_output_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
     if not 0 <= top_k <= vocabulary:
         raise ValueError(f"top_k must lie between 0 and the vocabulary of {vocabulary}, got {top_k}")
-    if share_prefixes:
-        raise ValueError("share_prefixes=True is not available yet; shared prefixes are computed with every sequence")
     return Wanted(vocabulary, top_k, entropy, hidden_states, logits or None, float(temperature))
 
 
@@ -333,34 +370,141 @@ def _check_tokens(model: Any, parts: list[Tensor], labels: list[Tensor], wanted:
         check_targets(label, wanted.vocabulary, f"targets[{i}]")
 
 
-def _packs(model: Any, state: State) -> bool:
-    """Whether a token's position is counted within its document: by longspan at the decoder's boundary, and by nobody
-    above or within it."""
+def _not_packed(model: Any, state: State) -> str | None:
+    """Why a token's position may depend on more than its own document; None where longspan counts positions at the
+    decoder's boundary, and nobody above or within the decoder does."""
     decoder = decoder_of(model)
-    return not state.numbers_itself and not rope.modules_of(decoder) and parent_of(model, decoder)[0] is model
+    reason = cannot_number(decoder, state)
+    if reason is not None:
+        return reason
+    return None if parent_of(model, decoder)[0] is model else "a model around its decoder numbers tokens"
 
 
-def _runs(parts: list[Tensor], labels: list[Tensor], *, packs: bool) -> list[Run]:
-    """All sequences in one row, or those of each length in a batch. labels: [T_i, K]"""
-    if packs:
-        groups = [tuple(range(len(parts)))]
-    else:
-        by_length: dict[int, list[int]] = {}
-        for i, part in enumerate(parts):
-            by_length.setdefault(len(part), []).append(i)
-        groups = [tuple(members) for members in by_length.values()]
+def packs(model: nn.Module) -> bool:
+    """Whether `score` runs all its sequences in one forward of the decoder. Where it does not, ranks with other
+    sequences run it another number of times, which FSDP cannot."""
+    inner = model_within(model)
+    state = getattr(inner, STATE, None)
+    return isinstance(state, State) and _not_packed(inner, state) is None
+
+
+def shared_tree(model: nn.Module, parts: list[Tensor]) -> PrefixTree | None:
+    """The prefix tree as which `score` would run these sequences, None where it would not."""
+    inner = model_within(model)
+    state = getattr(inner, STATE, None)
+    return _tree(inner, state, parts) if isinstance(state, State) else None
+
+
+def _tree(model: Any, state: State, parts: list[Tensor]) -> PrefixTree | None:
+    """The prefix tree of the sequences, where that is predicted to be faster and the model can. Where it only cannot,
+    that is said once."""
+    if len(parts) < 2 or state.facts.get("told not to share"):
+        return None
+    decoder = decoder_of(model)
+    reason = _not_packed(model, state) or cannot_branch(decoder, state)
+    full = 1.0  # the part of the layers that see everything before: what a shared pair saves elsewhere is left out
+    if reason is None:
+        rules = layer_rules(decoder, plain_forward(decoder), state.facts)
+        full = sum(layers for rule, layers in rules if rule == Rule.causal()) / sum(layers for _, layers in rules)
+    weight = model.get_input_embeddings().weight
+    pair_cost = full / (6 * weight.shape[1])
+    # Each rank has a part of a block, and only its share of the tokens.
+    block_cost = block_cost_on(weight.device.type) * state.cp.size
+    tree = prefix_tree([part.cpu() for part in parts], block_cost=block_cost)
+    if not worth_sharing(tree, pair_cost=pair_cost, block_cost=block_cost):
+        return None
+    if reason is None:
+        return tree
+    state.facts["told not to share"] = True
+    if state.cp.rank == 0:
+        saved = 1 - tree.shared.tokens / tree.flat.tokens
+        log.warning(
+            f"score: {saved:.0%} of the tokens are in prefixes that sequences share, and {type(model).__name__} "
+            f"computes them once per sequence: {reason}"
+        )
+    return None
+
+
+def _tree_run(tree: PrefixTree, labels: list[Tensor]) -> Run:
+    """All sequences as one row. labels: [T_i, K]"""
+    device, count, width = labels[0].device, len(tree.tokens), labels[0].shape[1]
+    rows = [torch.from_numpy(each).to(device) for each in tree.rows]
+    wanted = torch.cat(labels)
+    scored = wanted != IGNORE
+    # Every target of a row once, by row and then by target.
+    base = int(wanted.max().clamp(min=0)) + 1
+    keys, which = torch.unique((torch.cat(rows)[:, None] * base + wanted)[scored], return_inverse=True)
+    row, target = keys // base, keys % base
+    per_row = torch.bincount(row, minlength=count)
+    nth = torch.arange(len(keys), device=device) - (per_row.cumsum(0) - per_row)[row]
+    again, column = nth // width, nth % width
+    more = torch.unique((again * count + row)[again > 0])  # the entries behind the first ones
+    entry = torch.where(again == 0, row, count + torch.searchsorted(more, again * count + row))
+    targets = wanted.new_full((count + len(more), width), IGNORE)
+    targets[entry, column] = target
+    slots = torch.full_like(wanted, -1)
+    slots[scored] = (entry * width + column)[which]
+    further = more.cpu().numpy()
+    entries = [np.arange(count, dtype=np.int64)]
+    entries += [further[further // count == n] % count for n in range(1, int(per_row.max() + width - 1) // width)]
+    shared = Shared(tree, rows, list(slots.split([len(each) for each in rows])), entries)
+    ids = torch.from_numpy(tree.tokens).to(device)[None]
+    return Run(ids, targets[None], tuple(range(len(rows))), (), {}, shared)
+
+
+def _runs(model: Any, state: State | None, parts: list[Tensor], labels: list[Tensor]) -> list[Run]:
+    """All sequences in one row, or those of about one length in a batch. labels: [T_i, K]"""
+    if state is not None and _not_packed(model, state) is None:
+        lengths = [len(part) for part in parts]
+        ends = [0, *itertools.accumulate(lengths)]
+        spans = tuple(Span(a, b) for a, b in zip(ends, ends[1:]))
+        ids = torch.cat(parts)[None]
+        bounds = dict.fromkeys(BOUNDS, torch.tensor(ends, device=ids.device).int()) if len(parts) > 1 else {}
+        return [Run(ids, torch.cat(labels)[None], tuple(range(len(parts))), spans, bounds)]
+    groups = _by_length(parts, 0.0)
+    looser = _by_length(parts, PADDING) if state is None else groups
+    if len(looser) < len(groups) and _may_pad(model):
+        groups = looser
     runs = []
     for members in groups:
-        lengths = tuple(len(parts[i]) for i in members)
-        batch = 1 if packs else len(members)
-        ids = torch.cat([parts[i] for i in members])
-        bounds: dict[str, Tensor] = {}
-        if packs and len(members) > 1:
-            starts = torch.tensor([0, *lengths], device=ids.device).cumsum(0).int()
-            bounds = dict.fromkeys(BOUNDS, starts)
-        targets = torch.cat([labels[i] for i in members])
-        runs.append(Run(ids.view(batch, -1), targets.view(batch, -1, targets.shape[-1]), bounds, members, lengths))
+        longest = max(len(parts[i]) for i in members)
+        # With the last token again, since some models take what their config calls padding for a mistake.
+        ids = torch.stack([torch.cat([parts[i], parts[i][-1:].expand(longest - len(parts[i]))]) for i in members])
+        pads = [(0, 0, 0, longest - len(parts[i])) for i in members]
+        targets = torch.stack([F.pad(labels[i], pad, value=IGNORE) for i, pad in zip(members, pads)])
+        spans = tuple(Span(n * longest, n * longest + len(parts[i])) for n, i in enumerate(members))
+        runs.append(Run(ids, targets, members, spans, {}))
     return runs
+
+
+def _by_length(parts: list[Tensor], padding: float) -> list[tuple[int, ...]]:
+    """Groups of sequences, each padded to its longest by at most that fraction of its tokens; equal ones together."""
+    groups: list[list[int]] = []
+    real = 0
+    for i in sorted(range(len(parts)), key=lambda i: -len(parts[i])):
+        longest = len(parts[groups[-1][0]]) if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= (1 + padding) * (real + len(parts[i])):
+            groups[-1].append(i)
+            real += len(parts[i])
+        else:
+            groups.append([i])
+            real = len(parts[i])
+    return [tuple(group) for group in groups]
+
+
+def _may_pad(model: Any) -> bool:
+    """Whether a plain model is known to compute a sequence alike with padding on its right: causal attention is all
+    that mixes tokens, and they are numbered from 0 whatever the row holds."""
+    decoder = decoder_of(model)
+    numbered = "position_ids" in parameter_names(decoder) and not numbering.modules_of(decoder)
+    if not numbered or rope.modules_of(decoder) or mixing_modules(decoder) or parent_of(model, decoder)[0] is not model:
+        return False
+    with hooked(decoder):
+        try:
+            rules = layer_rules(decoder, plain_forward(decoder), {})
+        except ValueError:
+            return False
+    return all(bends(rule) for rule, _ in rules)
 
 
 @contextmanager
@@ -377,8 +521,11 @@ def _forward_answered(model: nn.Module, function: Callable[..., Any]) -> Iterato
 
 
 def _run(model: Any, original: Callable[..., Any], run: Run, wanted: Wanted) -> list[Fused]:
-    """All fields of a run, whole [B, S, ..]; local logits of this rank's rows, and their places in the flat batch."""
-    request = Request(inputs={}, check=lambda batch, length: None, bounds=run.bounds)
+    """All fields of a run, whole [B, S, ..], or of every entry [1, entries, ..]; local logits of this rank's rows, and
+    their places in the flat batch."""
+    shared = run.shared
+    tree = None if shared is None else shared.tree
+    request = Request(inputs={}, check=lambda batch, length: None, bounds=run.bounds, tree=tree)
     keep_rows(model, original, request, {"input_ids": run.ids})
     if request.hidden is None:
         raise ValueError(f"{type(model).__name__} did not ask its decoder for hidden states")
@@ -386,9 +533,10 @@ def _run(model: Any, original: Callable[..., Any], run: Run, wanted: Wanted) -> 
     cp = ContextParallel(None, "contiguous").bind(length) if request.forward is None else request.forward.cp
     hidden = request.hidden
     head = head_over(model, original, request)
-    targets = cp.cut(run.targets.to(hidden.device), 1)
+    scored, per_entry = (cp, hidden) if shared is None else _per_entry(cp, hidden, shared.entries)
+    targets = scored.cut(run.targets.to(hidden.device), 1)
     local = chunked_fields(
-        hidden,
+        per_entry,
         targets,
         head,
         vocabulary=wanted.vocabulary,
@@ -396,7 +544,7 @@ def _run(model: Any, original: Callable[..., Any], run: Run, wanted: Wanted) -> 
         top_k=wanted.top_k,
         entropy=wanted.entropy,
     )
-    fields = _gather_together(cp, local)
+    fields = _gather_together(scored, local)
     if wanted.hidden_states:
         fields.append((cp.gather(hidden, 1), {"hidden_states": hidden.shape[-1]}))
     if wanted.logits:
@@ -413,6 +561,27 @@ def _run(model: Any, original: Callable[..., Any], run: Run, wanted: Wanted) -> 
     return fields
 
 
+def _per_entry(cp: ContextParallel, hidden: Tensor, entries: list[Integers]) -> tuple[ContextParallel, Tensor]:
+    """The group bound to entries, each on the rank that has its row, and the hidden rows [1, rows, width] of those of
+    this rank."""
+    if len(entries) == 1:
+        return cp, hidden
+    layout = cp.bound
+    starts = [0, *itertools.accumulate(len(each) for each in entries)]
+    spans = [
+        join(
+            Span(start + int(np.searchsorted(rows, span.start)), start + int(np.searchsorted(rows, span.stop)))
+            for start, rows in zip(starts, entries)
+            for span in own
+        )
+        for own in layout.spans
+    ]
+    owned = [rows[layout.owner[rows] == cp.rank] for rows in entries]
+    owned = [rows[np.argsort(layout.row[rows])] for rows in owned]
+    taken = _take(hidden[0], [torch.from_numpy(layout.row[rows]).to(hidden.device) for rows in owned])
+    return replace(cp, layout=Layout(starts[-1], tuple(spans), layout.name)), torch.cat(taken)[None]
+
+
 def _gather_together(cp: ContextParallel, local: Mapping[str, Tensor]) -> list[Fused]:
     """Fields [B, rows, n] gathered to [B, S, n], all of one dtype in one collective."""
     gathered: list[Fused] = []
@@ -427,25 +596,75 @@ def _collect(runs: list[Run], ran: list[list[Fused]]) -> dict[str, list[Tensor]]
     """Every field by sequence, in the caller's order. Local logits come with their positions in the sequence."""
     count = sum(len(run.members) for run in runs)
     fields: dict[str, list[Tensor]] = {}
-
-    def put(name: str, i: int, value: Tensor) -> None:
-        fields.setdefault(name, [value] * count)[i] = value
-
     for run, fused in zip(runs, ran):
         whole: dict[str, Tensor] = {}
         for together, widths in fused:
             whole.update(zip(widths, together.flatten(0, 1).split(list(widths.values()), -1)))
-        places = whole["places"][:, 0] if "places" in whole else None
-        start = 0
-        for i, length in zip(run.members, run.lengths):
-            for name, field in whole.items():
-                if places is None or name not in ("logits", "places"):
-                    put(name, i, field[start : start + length])
-                    continue
-                inside = (places >= start) & (places < start + length)
-                put(name, i, places[inside] - start if name == "places" else field[inside])
-            start += length
+        cut = _cut(run, whole) if run.shared is None else _cut_tree(run.shared, whole)
+        for name, values in cut.items():
+            for i, value in zip(run.members, values):
+                fields.setdefault(name, [value] * count)[i] = value
     return fields
+
+
+def _cut(run: Run, whole: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Fields of a flattened batch by sequence."""
+    places = whole.pop("places", None)
+    logits = whole.pop("logits") if places is not None else None
+    cut = {name: [value[start:stop] for start, stop in run.spans] for name, value in whole.items()}
+    if places is not None and logits is not None:
+        inside = [(places[:, 0] >= start) & (places[:, 0] < stop) for start, stop in run.spans]
+        cut["places"] = [places[own, 0] - start for own, (start, _) in zip(inside, run.spans)]
+        cut["logits"] = [logits[own] for own in inside]
+    return cut
+
+
+def _cut_tree(shared: Shared, whole: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Fields of a tree's entries and rows by sequence."""
+    count = len(shared.tree.tokens)
+    places = whole.pop("places", None)
+    logits = whole.pop("logits") if places is not None else None
+    scored = whole.pop("logprobs").reshape(-1)
+    width = shared.slots[0].shape[1]
+    columns = _take(scored, [slots[:, k].clamp(min=0) for slots in shared.slots for k in range(width)])
+    picked = [torch.stack(columns[i : i + width], -1) for i in range(0, len(columns), width)]
+    cut = {"logprobs": [each.masked_fill(slots < 0, 0.0) for each, slots in zip(picked, shared.slots)]}
+    for name, value in whole.items():
+        cut[name] = _take(value[:count], shared.rows)
+    if places is not None and logits is not None:
+        local = torch.full((count,), -1, device=places.device)
+        local[places[:, 0]] = torch.arange(len(places), device=places.device)
+        held = [local[rows] for rows in shared.rows]
+        cut["places"] = [(own >= 0).nonzero()[:, 0] for own in held]
+        cut["logits"] = _take(logits, [own[own >= 0] for own in held])
+    return cut
+
+
+def _take(rows: Tensor, groups: list[Tensor]) -> list[Tensor]:
+    """rows[group] for every group, whose gradients add up in the order of the groups."""
+    return list(_Take.apply(rows, *groups))
+
+
+class _Take(torch.autograd.Function):
+    """Rows [n, ..] by groups of indices. A group names no row twice (or with gradients of 0), and groups are added one
+    after the other: sums repeat bit for bit, on every device. In fp32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *groups: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.groups, ctx.shape, ctx.dtype = groups, rows.shape, rows.dtype
+        return tuple(rows.index_select(0, group) for group in groups)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [(group, each) for group, each in zip(ctx.groups, gradients) if each is not None]
+        if not given:
+            return (None,) * (1 + len(ctx.groups))
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        total = given[0][1].new_zeros(ctx.shape, dtype=wide)
+        for group, each in given:
+            total.index_add_(0, group, each.to(wide))
+        return (total.to(ctx.dtype), *(None for _ in ctx.groups))
 
 
 # -- what comes back -------------------------------------------------------------------------------------------

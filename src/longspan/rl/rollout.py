@@ -7,6 +7,7 @@ whole vocabulary; so they equal the trainer's, `longspan.score(.., temperature=)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -21,11 +22,20 @@ class Sampling:
     temperature: divides the logits; 0 takes the most probable token (its log-probability is then at temperature 1).
     max_new_tokens: a completion that gets there without a stop token is truncated: finish "length".
     stop: token ids that end a completion; the stop token is its last token.
+
+    There is no top-p, top-k or min-p: they renormalise, and what is reported is then not the log-probability of the
+    policy that is trained. Raises ValueError for values that mean nothing.
     """
 
     temperature: float = 1.0
     max_new_tokens: int = 64
     stop: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be a number from 0 on, got {self.temperature!r}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +64,23 @@ class Generator(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *, known: int | None = None
+) -> list[tuple[int, ...]]:
+    """The prompts as tuples of integers. Raises ValueError for what no generator can run: another number of seeds than
+    of prompts, a negative seed, an empty prompt, a token outside 0..known-1."""
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts have {len(seeds)} seeds; each needs one of its own")
+    negative = [i for i, seed in enumerate(seeds) if seed < 0]
+    if negative:
+        raise ValueError(f"seeds[{negative[0]}] is {seeds[negative[0]]}; seeds are integers from 0 on")
+    asked = [tuple(int(token) for token in prompt) for prompt in prompts]
+    for i, prompt in enumerate(asked):
+        if not prompt:
+            raise ValueError(f"prompts[{i}] has no token; a model needs one to go on from")
+        if min(prompt) < 0 or (known is not None and max(prompt) >= known):
+            end = "" if known is None else str(known - 1)
+            raise ValueError(f"prompts[{i}] has tokens from {min(prompt)} to {max(prompt)}, outside 0..{end}")
+    return asked
