@@ -135,14 +135,16 @@ class Handler(BaseHTTPRequestHandler):
         model.calls.append(path)
         if model.how == "error":
             return self.answer(500, {"error": {"message": "CUDA out of memory"}})
-        if model.how == "slow":
-            time.sleep(3)
         if model.how == "words":
             return self.answer(200, "<html>a proxy's greeting</html>")
         endpoint = getattr(self, f"{self.server.kind}_{path.strip('/').replace('/', '_')}", None)
         if endpoint is None:
             return self.answer(404, {"detail": "Not Found"})
-        return self.answer(*endpoint(model, body))
+        slow = model.how == "slow"
+        done = endpoint(model, body)
+        if slow:  # only the answer: what is asked for later must not be undone by what was asked for now
+            time.sleep(3)
+        return self.answer(*done)
 
     def make(self, model, prompt, given, *, most, seed):
         """The completion that the parameters ask for; what they leave out is the model's default."""

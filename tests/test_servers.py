@@ -67,7 +67,11 @@ def server(servers, tmp_path):
 
     def make(kind, how="", **options):
         generator = ServerGenerator(
-            kind, [servers[kind]], config=build("qwen3").config, folder=tmp_path / kind, **{"rank": 0, **options}
+            kind,
+            [servers[kind]],
+            config=build("qwen3").config,
+            folder=tmp_path / kind,
+            **{"rank": 0, "seconds": 60.0, "update_seconds": 60.0, **options},
         )
         made.append(generator)
         misbehave(generator, how)

@@ -408,11 +408,11 @@ def _visible_keys(
 
 def _check_temperature(decoder: Any, length: int) -> None:
     """Refuses attention that scales queries by the rows it counts itself, from where on the scale is not 1."""
-    config = decoder.config
-    if getattr(config, "attn_temperature_tuning", False) and length >= config.floor_scale:
+    floor = getattr(decoder.config, "floor_scale", 0)
+    if getattr(decoder.config, "attn_temperature_tuning", False) and length >= floor:
         raise ValueError(
             f"{type(decoder).__name__} tunes its attention's temperature by rows that it counts itself, which on "
-            f"shards are not positions: another scale from floor_scale = {config.floor_scale} on; the batch has "
+            f"shards are not positions: another scale from floor_scale = {floor} on; the batch has "
             f"{length} tokens. Not supported, unless the config's attn_temperature_tuning is off"
         )
 
