@@ -9,6 +9,15 @@ def rows():
     return [{"prompt": f"{n}{n + 1}>", "answer": f"{n}"} for n in range(8)]
 
 
+def rows_of_each_rank():
+    import torch.distributed as dist
+
+    return [
+        {"prompt": "0>", "answer": "0"},
+        *({"prompt": f"{n}>", "answer": f"{n}"} for n in range(8 + dist.get_rank())),
+    ]
+
+
 def reward(completions, answer, **_):
     return [sum(a == b for a, b in zip(c, w)) + 0.01 * len(c) for c, w in zip(completions, answer)]
 
@@ -16,6 +25,10 @@ def reward(completions, answer, **_):
 def thirds(completions, **_):
     """Something that random weights get right now and then."""
     return [sum(ord(c) % 3 == 0 for c in text) / 4 for text in completions]
+
+
+def needs(completions, solution):
+    return [1.0] * len(completions)
 
 
 def nothing(completions, **_):

@@ -1,5 +1,7 @@
 """Engine: whole data in, whole outputs out; after a step the weights are those of one plain process, at any mesh."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,6 +208,7 @@ def mistakes():
         made.optim_step()
 
     tries("left early", early)
+    tries("no gradient", made.optim_step)
     tries("different data", lambda: made.forward(data(seed=rank)))
     tries("too long", lambda: made.forward([Datum(tokens=list(range(30)))]))
     tries("no data", lambda: made.forward([]))
@@ -223,6 +226,7 @@ def test_mistakes_are_told_on_every_rank(run_ranks):
         assert "micro-batch 1 of" in said["no backward"] and "had no backward" in said["no backward"]
         assert "belongs to a micro-batch" in said["stray backward"]
         assert "had no backward yet" in said["left early"]
+        assert "there is no gradient" in said["no gradient"]
         assert "different data" in said["different data"]
         assert "30 tokens, more than the token budget of 24" in said["too long"]
         assert "no data" in said["no data"]
@@ -249,6 +253,73 @@ def not_finite():
 def test_a_loss_that_is_not_finite_stops_every_rank(run_ranks):
     for text, same in run_ranks(not_finite, 2):
         assert "the loss is" in text and same
+
+
+def given_up(dp, cp, wrap):
+    """A step after a loop that an error ended half way."""
+    made = engine(dp, cp, token_budget=24, wrap=wrap)
+
+    def fails(batch):
+        fails.calls += 1
+        if fails.calls == 2:
+            raise ZeroDivisionError
+        return own(batch) * 100
+
+    fails.calls = 0
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError):
+            made.forward_backward(data(), fails)
+        for number, batch in enumerate(made.micro_batches(data())):
+            made.backward(own(batch) * 100)
+            if number == 0:
+                break
+        made.zero_grad()
+        made.forward_backward(data(), own)
+        made.optim_step()
+    return made.whole_weights()
+
+
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_a_loop_that_was_given_up_leaves_nothing(run_ranks, wrap):
+    _, weights = plain_steps(own)
+    for theirs in run_ranks(given_up, 2, 1, 2, wrap):
+        assert max(float((theirs[key] - weights[key]).abs().max()) for key in weights) < 1e-9
+
+
+def differing():
+    made = engine(2, 1, token_budget=64)
+    rank = torch.distributed.get_rank()
+    stream = torch.arange(3, 15)
+    cut = (4, 7)[rank]
+    parts = [Datum(tokens=stream[:cut], targets=stream[:cut]), Datum(tokens=stream[cut:], targets=stream[cut:])]
+    nothing = [Datum(tokens=[5, 6, 7], mask=[0, 0, 0], advantages=1.0)] * 2
+    said = [refusal(lambda: made.forward(parts))]
+    said.append(refusal(lambda: made.forward_backward(data(), ("grpo", "reinforce")[rank])))
+    said.append(refusal(lambda: made.forward_backward((data(2), nothing)[rank], "reinforce")))
+    return said
+
+
+def test_what_differs_between_ranks_is_told_on_all(run_ranks):
+    for cuts, recipes, masked in run_ranks(differing, 2):
+        assert "different data: lengths" in cuts and "different data: options" in recipes
+        assert "nothing is left to learn from" in masked
+
+
+def pairs(dp):
+    made = engine(dp, 1, wrap="ddp")
+    group = [Datum.from_tokens([3, 4, 5, 6], [0, 0, 1, 1], group=0), Datum.from_tokens([3, 4, 7], [0, 0, 1], group=0)]
+
+    def preference(batch):
+        better, worse = (torch.stack([lp.sum() for lp in batch.logprobs[k::2]]) for k in (0, 1))
+        return -F.logsigmoid(better - worse).sum()
+
+    return made.forward_backward(group, preference).loss, made.optim_step().grad_norm
+
+
+def test_a_rank_without_data_runs_what_another_has(run_ranks):
+    ((loss, norm),) = run_ranks(pairs, 1, 1)
+    for found in run_ranks(pairs, 2, 2):
+        assert found == pytest.approx((loss, norm), rel=1e-9)
 
 
 # -- state ---------------------------------------------------------------------------------------------------------
@@ -293,6 +364,7 @@ def test_fields_that_speak_of_tokens_move_one_place_ahead():
     assert "old is (2,)" in refusal(lambda: Datum(tokens=[1, 2, 3], old=[0.0, 0.0]))
     assert "has no target" in refusal(lambda: Datum(tokens=[1, 2, 3], mask=[1, 1, 1]))
     assert "fractions" in refusal(lambda: Datum(tokens=[1, 2, 3], mask=[0.5, 1, 0]))
+    assert "fractions" in refusal(lambda: Datum.from_tokens([1, 2, 3], [0, 0.5, 1]))
 
 
 def test_micro_batches_keep_the_budget_and_are_equally_many():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,12 @@ def test_dynamic_sampling_draws_again(run_ranks, tmp_path):
         ({"optimizer.lr": 1e300, "train.steps": 3}, "the weights have diverged"),
         ({"loss.recipe": "ppo"}, "needs a critic"),
         ({"loss.recipe": "bnpo"}, "no recipe 'bnpo'"),
+        ({"loss.recipe": "sft"}, "looks at no reward"),
+        ({"rollout.group_size": 1}, "every advantage would be 0"),
+        ({"loss.changes": {"kl_coefficient": "0.01"}}, "loss.changes.kl_coefficient = '0.01' is no float"),
+        ({"reward.functions": [f"{TASKS}:needs"]}, "needs 'solution'"),
+        ({"data.source": f"{TASKS}:rows_of_each_rank"}, "gave other rows on rank(s) [1]"),
+        ({"reward.functions": [f"{TASKS}:nothing"], "loss.dynamic_sampling": True}, "has a reward"),
         ({"loss.changes": {"aggregatoin": "token_mean"}}, "aggregatoin"),
         ({"train.token_budget": 6}, "longest sequence may have 7 tokens"),
         ({"warmup.steps": 1, "warmup.answer": "solution"}, "warmup.answer = 'solution'"),
@@ -191,6 +198,23 @@ def test_dynamic_sampling_draws_again(run_ranks, tmp_path):
 def test_what_cannot_go_on_says_so_on_every_rank(run_ranks, tmp_path, changes, message):
     for text in run_ranks(raises, 2, tmp_path / "run", {"mesh.cp": 2, **changes}):
         assert message in text, text
+
+
+def test_what_was_drawn_ahead_by_other_settings_is_drawn_anew(run_ranks, tmp_path):
+    changes = {"rollout.off_policy_steps": 1, "train.steps": 6}
+    run_ranks(run, 1, tmp_path / "run", changes, (2, signal.SIGTERM))
+    for more in ({"rollout.off_policy_steps": 0}, {"rollout.group_size": 3}):
+        shutil.copytree(tmp_path / "run", tmp_path / "again")
+        ((records, _),) = run_ranks(run, 1, tmp_path / "again", {**changes, **more})
+        assert [record["step"] for record in records] == [3, 4, 5, 6] and records[0]["staleness"] == 0
+        assert records[0]["completions"] == 4 * more.get("rollout.group_size", 4)
+        shutil.rmtree(tmp_path / "again")
+    kl = {**changes, "loss.changes": {"kl_coefficient": 0.1}}
+    assert "was not kept" in run_ranks(raises, 1, tmp_path / "run", kl)[0]
+    # what is wrong with a run shows before what it had saved is removed
+    never = {**changes, "checkpoint.resume": "never", "reward.functions": [f"{TASKS}:absent"]}
+    assert "has no function" in run_ranks(raises, 1, tmp_path / "run", never)[0]
+    assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
 
 
 def stale(folder):
@@ -230,6 +254,8 @@ def test_equal_rewards_update_nothing_and_the_run_goes_on(run_ranks, tmp_path):
         ({"train.batch_rows": 2}, "unknown key 'train.batch_rows'"),
         ({"reward.functions": "task.py:reward"}, "expected a list"),
         ({"train.evaluate_every": 2}, "holds out nothing"),
+        ({"reward.overlong_buffer": 2, "rollout.environment": "task.py:Echo"}, "drop one"),
+        ({"data.source": "task.py"}, "name the function, task.py:rows"),
     ],
 )
 def test_impossible_configurations(tmp_path, changes, message):

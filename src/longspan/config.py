@@ -159,7 +159,7 @@ class PromptsConfig:
     """What to draw completions for. A row has `prompt` (text, messages or token ids); all its columns reach the reward
     functions and the environment."""
 
-    source: str = key("", 'a Python function "file.py:name", a JSON Lines, Parquet or CSV file, or a `datasets` id')
+    source: str = key("", 'a Python function "file.py:name", a JSON Lines or Parquet file, or a `datasets` id')
     split: str = key("train", "of a `datasets` id")
     tokenizer: str = key("bytes", '"bytes" (byte-level, built in), or a hub id or folder')
     chat_template: str = key("", "a file with a Jinja template that replaces the tokenizer's")
@@ -219,7 +219,10 @@ class LossConfig:
         },
     )
     dynamic_sampling: bool = key(False, "drop groups whose rewards are all equal and draw others in their place (DAPO)")
-    max_draws: int = key(4, "with dynamic_sampling: draws per step before the run stops with an error")
+    max_draws: int = key(
+        4,
+        "with dynamic_sampling: draws per step; the step takes what they found, and no group ends the run",
+    )
 
 
 @dataclass(kw_only=True)
@@ -687,6 +690,7 @@ def _check_rollouts(config: RLConfig) -> None:
     data, rollout = config.data, config.rollout
     _require(bool(data.source), "data.source is empty; name rows with prompts, like prompts.jsonl or task.py:rows")
     path, colon, _ = data.source.rpartition(":")
+    _require(not data.source.endswith(".py"), f"data.source = {data.source!r}: name the function, {data.source}:rows")
     if colon and path.endswith(".py"):
         _require(Path(path).is_file(), f"data.source = {data.source!r}: no such file: {path}")
     elif is_path(data.source):
@@ -726,6 +730,10 @@ def _check_rewards(config: RLConfig) -> None:
     _require(
         not reward.weights or len(reward.weights) == len(reward.functions),
         f"{len(reward.weights)} reward.weights for {len(reward.functions)} reward.functions",
+    )
+    _require(
+        not (reward.overlong_buffer and config.rollout.environment),
+        "reward.overlong_buffer is about single completions, and rollout.environment makes conversations; drop one",
     )
     _require(
         reward.overlong_buffer <= config.rollout.max_new_tokens,

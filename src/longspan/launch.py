@@ -77,6 +77,9 @@ def as_worker(run: Callable[[], int], rank: int) -> int:
     except ConfigError as error:
         leave(2, str(error))
         return 2
+    except SystemExit as error:  # of code that a run calls: no excepthook sees it
+        leave(error.code if isinstance(error.code, int) else 1, f"SystemExit: {error}", traceback.format_exc())
+        raise
     leave(code)
     return code
 

@@ -48,7 +48,7 @@ def build_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, sequ
     _check_loss(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit and limit < sequence_length:
-        log.warning("max_position_embeddings = %d is less than data.sequence_length = %d", limit, sequence_length)
+        log.warning("max_position_embeddings = %d, and sequences may have %d tokens", limit, sequence_length)
     return model
 
 

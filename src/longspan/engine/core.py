@@ -46,10 +46,10 @@ from longspan import losses
 from longspan.comm import ContextParallel
 from longspan.config import ConfigError, OptimizerConfig, ParallelConfig
 from longspan.engine import checkpoint, metrics, optim
-from longspan.engine.datum import Datum, check_alike, deal, loss_tokens, stand_in, units
+from longspan.engine.datum import Datum, check_alike, deal, loss_tokens, units
 from longspan.engine.mesh import gather_vector, init_mesh
 from longspan.engine.process import precise
-from longspan.engine.wrap import compute, synchronise, wrap_model
+from longspan.engine.wrap import compute, forget_unreduced, synchronise, wrap_model
 from longspan.models import parallelize, report
 from longspan.models.score import Scores, packs, score, shared_tree
 
@@ -89,7 +89,8 @@ class MicroBatch:
     """Whole sequences that this rank (and its cp peers) run together.
 
     data, and indices into what the caller gave. scores: `longspan.Scores`, with gradients; a list entry per sequence.
-    stand_in: this rank has no data left; what is computed here counts nowhere.
+    stand_in: this rank has no data of its own left, and runs some that another one has, so that all join every
+        collective: `backward` multiplies its loss by 0, and a sum of one's own is to leave it out.
     """
 
     data: tuple[Datum, ...]
@@ -108,6 +109,7 @@ class MicroBatch:
         return loss_tokens(self.data, self.scores.logprobs[0].device)
 
 
+Plan = list[tuple[tuple[int, ...], bool]]  # of each micro-batch: indices, and whether they stand in for none
 Loss = str | losses.Recipe | Callable[[MicroBatch], Tensor]
 
 
@@ -214,11 +216,11 @@ class Engine:
     @torch.no_grad()
     def forward(self, data: Sequence[Datum], *, temperature: float = 1.0, entropy: bool = False) -> list[Output]:
         """Log-probabilities (and entropies) of every Datum, whole, in the order of the data, on every rank."""
-        plan = self._plan(data, {"temperature": temperature, "entropy": entropy})
+        plan, _ = self._plan(data, {"temperature": temperature, "entropy": entropy})
         self.module.eval()
         found: list[tuple[int, Output]] = []
-        for indices in plan:
-            batch = self._run(data, indices, temperature=temperature, entropy=entropy)
+        for indices, stand_in in plan:
+            batch = self._run(data, indices, stand_in=stand_in, temperature=temperature, entropy=entropy)
             found += _outputs(batch)
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
@@ -237,18 +239,21 @@ class Engine:
         """This rank's micro-batches of the data, each with its forward done. Every one is owed one `backward`; the
         fields of `longspan.score` are there as asked for."""
         asked = {"temperature": temperature, "entropy": entropy, "top_k": top_k, "hidden_states": hidden_states}
-        plan = self._plan(data, asked)
+        plan, _ = self._plan(data, asked)
+        yield from self._loop(data, plan, asked)
+
+    def _loop(self, data: Sequence[Datum], plan: Plan, asked: dict[str, Any]) -> Iterator[MicroBatch]:
         if self._owed:
             raise RuntimeError(
-                f"{self._owed} micro-batches of an earlier loop had no backward; optim_step() ends a step"
+                f"{self._owed} micro-batches of an earlier loop had no backward; zero_grad() starts anew"
             )
         self.module.train()
-        for number, indices in enumerate(plan):
+        for number, (indices, stand_in) in enumerate(plan):
             # Gradients add up over several loops before one optim_step, each reduced with the loop's last backward.
             with synchronise(self.module, last=number == len(plan) - 1):
-                batch = self._run(data, indices, **asked)
+                batch = self._run(data, indices, stand_in=stand_in, **asked)
                 self._owed = len(plan) - number
-                self._stand_in = batch.stand_in
+                self._stand_in = stand_in
                 yield batch
                 if self._owed != len(plan) - number - 1:
                     raise RuntimeError(
@@ -279,27 +284,25 @@ class Engine:
         Raises ValueError where nothing is left to learn from, FloatingPointError where the loss is not finite.
         """
         recipe = losses.preset(loss) if isinstance(loss, str) else loss
-        if isinstance(recipe, losses.Recipe):
-            entropy = entropy or bool(recipe.entropy_coefficient)
-            over = self._denominator(recipe, data)
+        fixed = recipe if isinstance(recipe, losses.Recipe) else None
+        entropy = entropy or bool(fixed and fixed.entropy_coefficient)
+        asked: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+        plan, over = self._plan(data, asked, fixed)
         total = 0.0
         sums: dict[str, float] = {}
         found: list[tuple[int, Output]] = []
-        for batch in self.micro_batches(data, temperature=temperature, entropy=entropy):
-            with self.computing():
-                if isinstance(recipe, losses.Recipe):
-                    entropies = losses.flatten(batch.scores.entropy) if entropy else None  # type: ignore[arg-type]
-                    result = losses.policy_loss(recipe, batch.tokens, losses.flatten(batch.logprobs), entropies)
-                    value, told = result.loss / over, result.metrics
-                else:
-                    value, told = recipe(batch), {}
-            self.backward(value)
-            found += _outputs(batch)
-            if not batch.stand_in:
-                total += float(value.detach())
-                sums = {name: sums.get(name, 0.0) + float(each) for name, each in told.items()}
-            elif not sums:
-                sums = dict.fromkeys(told, 0.0)
+        try:
+            for batch in self._loop(data, plan, asked):
+                with self.computing():
+                    value, told = _value(recipe, batch, over)
+                self.backward(value)
+                found += _outputs(batch)
+                total += 0.0 if batch.stand_in else float(value.detach())
+                for name, each in told.items():
+                    sums[name] = sums.get(name, 0.0) + (0.0 if batch.stand_in else float(each))
+        except BaseException:
+            self.zero_grad()
+            raise
         # Ranks are numbered dp outermost: the first rank of each cp group speaks for it.
         everyone = gather_vector([total, *sums.values()])[:: self.cp].sum(0).tolist()
         if not math.isfinite(everyone[0]):
@@ -311,35 +314,30 @@ class Engine:
             outputs=self._everywhere(data, found),
         )
 
-    def _denominator(self, recipe: losses.Recipe, data: Sequence[Datum]) -> int:
-        """Counted over the whole data, which every rank has."""
-        check_alike(data)
-        counts = losses.count(recipe, [loss_tokens(data)])
-        if not counts.tokens:
-            masked = sum(int(datum.mask.sum()) for datum in data)
-            raise ValueError(
-                f"nothing is left to learn from: {len(data)} sequences have {masked} targets in their masks, and the "
-                "recipe's filters (truncation, generator log-probabilities that are not finite, corrections) leave none"
-            )
-        return losses.denominator(recipe, counts)
-
-    def _plan(self, data: Sequence[Datum], options: dict[str, Any]) -> list[tuple[int, ...]]:
-        """This rank's part of every micro-batch. Raises on every rank where one was given other data."""
+    def _plan(
+        self, data: Sequence[Datum], options: dict[str, Any], recipe: losses.Recipe | None = None
+    ) -> tuple[Plan, int]:
+        """(this rank's part of every micro-batch, the recipe's denominator, counted over the whole data). Raises on
+        every rank where one was given other data, or nothing to learn from."""
         if self.dp > 1 and not self._one_forward and isinstance(self.module, FSDPModule):
             raise ConfigError(
                 f"{type(self.model).__name__} cannot run sequences of several lengths in one forward, so dp ranks "
                 "would run different numbers of them, which FSDP cannot; use parallel.wrap = 'ddp'"
             )
 
-        def planned() -> list[tuple[int, ...]]:
+        def planned() -> tuple[Plan, int]:
             check_alike(data)
             pair_cost = 1 / (6 * self.plain_config.get_text_config().hidden_size)
             tree_of = partial(shared_tree, self.model) if self.share_prefixes else None
-            dealt = deal(units(data, self.token_budget, pair_cost, tree_of), self.dp, self.token_budget)
-            return [row[self.dp_rank] for row in dealt]
+            parts = units(data, self.token_budget, pair_cost, tree_of)
+            least = min(parts, key=lambda part: part.cost).members
+            mine = [row[self.dp_rank] for row in deal(parts, self.dp, self.token_budget)]
+            over = 1 if recipe is None else _denominator(recipe, data)
+            return [(indices or least, not indices) for indices in mine], over
 
-        given: dict[str, Any] = {"options": repr(options)}
+        given: dict[str, Any] = {"options": repr((options, recipe and _named(recipe)))}
         if len(data) and all(isinstance(datum, Datum) for datum in data):
+            given["lengths"] = repr([len(datum.tokens) for datum in data])
             for name, value in vars(data[0]).items():
                 parts = [getattr(datum, name) for datum in data]
                 if isinstance(value, Tensor) and all(isinstance(part, Tensor) for part in parts):
@@ -348,9 +346,9 @@ class Engine:
                     given[name] = repr(parts)
         return self._everyone.agree(planned, given, "data")
 
-    def _run(self, data: Sequence[Datum], indices: tuple[int, ...], **asked: Any) -> MicroBatch:
+    def _run(self, data: Sequence[Datum], indices: tuple[int, ...], *, stand_in: bool, **asked: Any) -> MicroBatch:
         """The forward of one micro-batch."""
-        mine = tuple(data[i] for i in indices) or (stand_in(data[0]),)
+        mine = tuple(data[i] for i in indices)
         with self.computing():
             scores = score(
                 self.module,
@@ -365,7 +363,7 @@ class Engine:
         else:
             lengths = [len(datum.tokens) for datum in mine]
             self.work += (sum(lengths), metrics.layer_pairs(self.model.config.get_text_config(), lengths), 0)
-        return MicroBatch(mine, indices, scores, not indices)
+        return MicroBatch(mine, indices, scores, stand_in)
 
     def _everywhere(self, data: Sequence[Datum], found: list[tuple[int, Output]]) -> list[Output]:
         """Every rank's outputs, from those of each: every Datum's are zero but on the ranks that ran it."""
@@ -393,13 +391,18 @@ class Engine:
         """
         optimizer = self._trained()
         if self._owed:
-            raise RuntimeError(f"{self._owed} micro-batches had no backward yet; the step's gradient is not whole")
+            raise RuntimeError(
+                f"{self._owed} micro-batches had no backward yet, so the step's gradient is not whole; zero_grad() "
+                "throws away what there is"
+            )
         if lr is None:
             if self.steps is None and self.options.schedule != "constant":
                 raise ValueError(
                     f"schedule {self.options.schedule!r} depends on the last step: give Engine(steps=..), or lr here"
                 )
             lr = optim.learning_rate(self.step + 1, self.steps or 0, self.options)
+        if all(parameter.grad is None for parameter in self.module.parameters()):
+            raise RuntimeError("there is no gradient: optim_step() follows forward_backward(), or backward()s")
         norm = optim.gradient_norm(self.module)
         if not math.isfinite(norm):
             self.zero_grad()
@@ -422,7 +425,9 @@ class Engine:
         return self.optimizer
 
     def zero_grad(self) -> None:
-        """Throws gradients away."""
+        """Throws gradients away, those of a loop that was given up half way as well."""
+        if self._owed:
+            forget_unreduced(self.module)
         self.module.zero_grad(set_to_none=True)
         self._owed = None
 
@@ -448,6 +453,33 @@ class Engine:
         """The plain model's state dict, whole, on every rank; every rank calls it."""
         weights: Any = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True))
         return {name: value.detach() for name, value in weights.items()}
+
+
+def _value(recipe: Any, batch: MicroBatch, over: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """A micro-batch's part of the loss, and its metrics' sums."""
+    if not isinstance(recipe, losses.Recipe):
+        return recipe(batch), {}
+    entropies: Any = batch.scores.entropy
+    entropy = None if entropies is None else losses.flatten(entropies)
+    result = losses.policy_loss(recipe, batch.tokens, losses.flatten(batch.logprobs), entropy)
+    return result.loss / over, result.metrics
+
+
+def _denominator(recipe: losses.Recipe, data: Sequence[Datum]) -> int:
+    counts = losses.count(recipe, [loss_tokens(data)])
+    if not counts.tokens:
+        masked = sum(int(datum.mask.sum()) for datum in data)
+        raise ValueError(
+            f"nothing is left to learn from: {len(data)} sequences have {masked} targets in their masks, and the "
+            "recipe's filters (truncation, generator log-probabilities that are not finite, corrections) leave none"
+        )
+    return losses.denominator(recipe, counts)
+
+
+def _named(recipe: losses.Recipe) -> str:
+    """For comparing recipes over ranks: a function by its name, not its address."""
+    loss = recipe.loss if isinstance(recipe.loss, str) else getattr(recipe.loss, "__name__", "a function")
+    return repr({**vars(recipe), "loss": loss})
 
 
 def _outputs(batch: MicroBatch) -> list[tuple[int, Output]]:

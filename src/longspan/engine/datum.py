@@ -7,13 +7,13 @@ themselves, as samplers and data sets have them, and moves each one place ahead.
 Micro-batches: units (a group that shares a prefix, or one sequence) are dealt, the costliest first, to the bin that
 costs least so far and has room within the token budget; as many bins as ranks x micro-batches, with the fewest
 micro-batches that work. Every dp rank gets equally many, so that all join every collective; a bin that stays empty
-runs a stand-in that counts nowhere. Integers and data only: the same plan on every rank.
+runs the least costly unit, whose gradient is multiplied by 0. Integers and data only: the same plan on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -69,10 +69,7 @@ class Datum:
         if self.mask is None:
             put("mask", has_target)
         else:
-            mask = torch.as_tensor(self.mask)
-            if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-                raise ValueError("a mask is 0 or 1; fractions belong into weights")
-            put("mask", mask.bool())
+            put("mask", _mask(self.mask))
         if isinstance(self.advantages, int | float):
             put("advantages", torch.full(tokens.shape, float(self.advantages)))
         for name in ("advantages", "weights", *LOGPROBS):
@@ -90,11 +87,18 @@ class Datum:
     def from_tokens(cls, tokens: Any, mask: Any, **given: Any) -> Datum:
         """A Datum of fields that speak of the tokens themselves: entry t about tokens[t], the mask saying which tokens
         were chosen by the policy (or are to be learned). The first token can have been chosen by nobody: ValueError."""
-        mask = torch.as_tensor(mask).bool()
+        mask = _mask(mask)
         if len(mask) and bool(mask[0]):
             raise ValueError("the first token of a sequence has nothing before it to be predicted from")
         moved = {name: _ahead(value, name) for name, value in given.items()}
         return cls(tokens=tokens, mask=_ahead(mask, "mask"), **moved)
+
+
+def _mask(value: Any) -> Tensor:
+    mask = torch.as_tensor(value)
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError("a mask is 0 or 1; fractions belong into weights")
+    return mask.bool()
 
 
 def _ahead(value: Any, name: str) -> Any:
@@ -123,9 +127,10 @@ def check_alike(data: Sequence[Datum]) -> None:
     """Raises ValueError unless there is data, and all of it has the same fields."""
     if not len(data):
         raise ValueError("there is no data: a step needs one Datum at least")
-    names = [field.name for field in fields(Datum) if getattr(data[0], field.name) is not None]
+    every = [field.name for field in fields(Datum) if field.name != "group"]
+    names = [name for name in every if getattr(data[0], name) is not None]
     for i, datum in enumerate(data):
-        theirs = [field.name for field in fields(Datum) if getattr(datum, field.name) is not None]
+        theirs = [name for name in every if getattr(datum, name) is not None]
         if theirs != names:
             odd = ", ".join(sorted(set(names) ^ set(theirs)))
             raise ValueError(f"data[{i}] and data[0] differ in which fields they have: {odd}")
@@ -141,13 +146,6 @@ def loss_tokens(data: Sequence[Datum], device: torch.device | None = None) -> lo
     mask = [datum.mask.to(device) for datum in data]
     per_token = {name: every(name) for name in ("advantages", "weights", *LOGPROBS)}
     return losses.tokens(mask, truncated=truncated, **per_token)  # type: ignore[arg-type]
-
-
-def stand_in(datum: Datum) -> Datum:
-    """A short sequence with the same fields, of which nothing is learned."""
-    short = {f.name: getattr(datum, f.name)[:1] for f in fields(datum) if isinstance(getattr(datum, f.name), Tensor)}
-    nothing = {"targets": torch.tensor([IGNORE]), "mask": torch.zeros(1, dtype=torch.bool)}
-    return replace(datum, **{**short, **nothing})
 
 
 @dataclass(frozen=True)

@@ -92,3 +92,16 @@ def synchronise(module: nn.Module, *, last: bool) -> AbstractContextManager:
     if isinstance(module, DistributedDataParallel) and not last:
         return module.no_sync()
     return nullcontext()
+
+
+def forget_unreduced(module: nn.Module) -> None:
+    """Throws away gradients of micro-batches that were not the last, which FSDP2 keeps unsharded until one is. There is
+    no public name for them; tests/test_api.py tells when torch has changed these."""
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        group: Any = part._get_fsdp_state()._fsdp_param_group  # type: ignore[no-untyped-call]
+        for each in () if group is None else group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None

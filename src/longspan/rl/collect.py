@@ -108,6 +108,7 @@ class Collector:
         self.rewards: Rewards | None = None
         if reward.functions:
             self.rewards = load_rewards(reward.functions, reward.weights, seconds=reward.timeout_seconds)
+            self.rewards.check_columns([*prompts[0].columns])
         self.environment = load_function(rollouts.environment) if rollouts.environment else None
         stop = tokenizer.eos_token_id
         if stop is None:
@@ -183,7 +184,7 @@ class Collector:
             each["environment"] = totals = [episode.reward for episode in episodes]
         if self.rewards is not None:
             rows = [self.prompts[request.row] for request in requests]
-            said = [list(episode.tokens[episode.prompt :]) for episode in episodes]
+            said = [[t for t, own in zip(episode.tokens, episode.chosen) if own] for episode in episodes]
             texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in said]
             sums, by_name = self.rewards(
                 texts,
@@ -192,7 +193,7 @@ class Collector:
                 columns={name: [row.columns[name] for row in rows] for name in rows[0].columns},
             )
             totals = [a + b for a, b in zip(totals, sums)]
-            each.update({name.rpartition(":")[2]: values for name, values in by_name.items()})
+            each.update(zip(_short(list(by_name)), by_name.values()))
         buffer = self.config.reward.overlong_buffer
         if buffer:
             lengths = torch.tensor([sum(episode.chosen) for episode in episodes])
@@ -230,6 +231,12 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     if kind == "raised":
         raise RuntimeError(f"on rank 0: {value}")
     return value  # type: ignore[no-any-return]
+
+
+def _short(names: list[str]) -> list[str]:
+    """What reward functions are called in metrics: by their own name where no other metric is called so."""
+    short = [name.rpartition(":")[2] for name in names]
+    return [name if own in ("std", "environment") or short.count(own) > 1 else own for name, own in zip(names, short)]
 
 
 def _share(requests: Sequence[Request]) -> Sequence[Request]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import hashlib
 import json
 import logging
@@ -129,13 +130,12 @@ def _train(
     plain = build_model(config.model, tokenizer, sequence_length=longest)
     _check_vocabulary(plain, prompts)
     folder = Path(config.folder)
-    newest = find_checkpoint(folder, config.checkpoint.resume)
-    fingerprint = _fingerprint(prompts, training)
-
+    fingerprint = _same_rows(config, _fingerprint(prompts, training))
     generator = _generator(config, plain, folder)
     frozen = copy.deepcopy(plain) if recipe.kl_coefficient else None
     engine = _engine(config, plain, mesh)
     collector = Collector(config, prompts, training, tokenizer, generator, plain.dtype)
+    newest = find_checkpoint(folder, config.checkpoint.resume)
     step, consumed, idle = 0, 0, 0
     ahead: Rollouts | None = None
     if newest is not None:
@@ -146,7 +146,11 @@ def _train(
                 "settings, take another folder, or set checkpoint.resume = 'never'"
             )
         step, consumed, idle = state["step"], state["consumed"], state["idle"]
-        ahead = Rollouts.from_json(state["ahead"]) if state["ahead"] else None
+        if state["ahead"] and state["drawn_by"] == _drawn_by(config):
+            ahead = Rollouts.from_json(state["ahead"])
+        elif state["ahead"]:
+            log.warning("settings of rollouts or rewards changed: those drawn ahead are drawn anew")
+            consumed = state["consumed_before"]
         log.info("resuming from %s: step %d, %d prompts", newest, step, consumed)
     if rank == 0:
         write_run_files(folder, config, engine, training_rows=training, validation_rows=len(prompts) - training)
@@ -173,7 +177,9 @@ def _train(
             step=step,
             consumed=consumed,
             idle=idle,
+            consumed_before=consumed - (config.rollout.prompts if ahead is not None else 0),
             ahead=ahead.to_json() if ahead is not None else None,
+            drawn_by=_drawn_by(config),
             data=fingerprint,
             mesh={"dp": engine.dp, "cp": engine.cp},
             config=dataclasses.asdict(config),
@@ -193,7 +199,7 @@ def _train(
     try:
         while step < config.train.steps:
             started = time.perf_counter()
-            rollouts, consumed, draws = _collect(run, consumed, ahead)
+            rollouts, consumed, draws = _collect(run, step + 1, consumed, ahead)
             ahead, pending = None, None
             if config.rollout.off_policy_steps and step + 1 < config.train.steps:
                 pending = _ask_ahead(run, pool, consumed)
@@ -264,17 +270,41 @@ def _train(
 def make_recipe(config: RLConfig) -> losses.Recipe:
     """The recipe of `loss.recipe` with `loss.changes`. Raises ConfigError."""
     changes = copy.deepcopy(config.loss.changes)
+    _check_fields(losses.Recipe, changes, "loss.changes")
     try:
         if "correction" in changes:
+            _check_fields(losses.Correction, changes["correction"], "loss.changes.correction")
             changes["correction"] = losses.Correction(**changes["correction"])
         recipe = losses.preset(config.loss.recipe, **changes)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"loss.recipe = {config.loss.recipe!r} with loss.changes: {error}") from error
     if recipe.baseline == "gae":
         raise ConfigError(f"loss.recipe = {config.loss.recipe!r} needs a critic, and longspan rl trains none")
+    if recipe.loss == "sft":
+        raise ConfigError("loss.recipe = 'sft' looks at no reward: `warmup` takes supervised steps")
+    if config.rollout.group_size == 1 and recipe.baseline == "group":
+        raise ConfigError(
+            "rollout.group_size = 1 with a baseline by group: every advantage would be 0; raise it, or set "
+            "loss.changes.baseline and loss.changes.scale to 'batch'"
+        )
     if config.train.updates == 1 and recipe.anchor == "old" and not recipe.correction.drops and not recipe.kl_weighted:
         recipe = replace(recipe, anchor="current")
     return recipe
+
+
+def _check_fields(kind: type[Any], given: Any, name: str) -> None:
+    known = {field.name: field.type for field in dataclasses.fields(kind)}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{name} = {given!r} is no table; it has the keys {', '.join(known)}")
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise ConfigError(f"unknown key {name}.{key}; {hint}")
+        wanted = {"bool": bool, "float": float, "float | None": float, "int | None": int}.get(str(known[key]))
+        number = wanted is float and type(value) is int
+        if wanted is not None and type(value) is not wanted and not number:
+            raise ConfigError(f"{name}.{key} = {value!r} is no {wanted.__name__}")
 
 
 def _engine(config: RLConfig, model: PreTrainedModel, mesh: Any, optimizer: OptimizerConfig | None = None) -> Engine:
@@ -315,8 +345,14 @@ def _reference(
     place = folder / "reference"
     if fresh:
         engine.export_hf(place)
+    elif not place.is_dir():
+        raise ConfigError(
+            f"loss.changes.kl_coefficient was set after the run began, and {place} was not kept; take another folder"
+        )
     with no_progress_bar():
-        plain.load_state_dict(AutoModelForCausalLM.from_pretrained(place, dtype=plain.dtype).state_dict())
+        plain.load_state_dict(
+            AutoModelForCausalLM.from_pretrained(place, dtype=plain.dtype, local_files_only=True).state_dict()
+        )
     return _engine(config, plain.requires_grad_(False), mesh)
 
 
@@ -347,8 +383,37 @@ def _check_vocabulary(model: PreTrainedModel, prompts: Sequence[Prompt]) -> None
 def _fingerprint(prompts: Sequence[Prompt], training: int) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.ids, repr(sorted(prompt.columns.items()))]).encode())
+        digest.update(json.dumps([prompt.ids, dict(prompt.columns)], sort_keys=True, default=_plainly).encode())
     return f"{training} of {len(prompts)} prompts, {digest.hexdigest()[:16]}"
+
+
+def _plainly(value: Any) -> Any:
+    """What JSON has no word for, without what differs from process to process."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else type(value).__name__
+
+
+def _same_rows(config: RLConfig, fingerprint: str) -> str:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, fingerprint)
+    odd = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    if odd:
+        raise ConfigError(
+            f"data.source = {config.data.source!r} gave other rows on rank(s) {odd} than on rank 0 "
+            f"({everyone[odd[0]]}; {everyone[0]}); every process must get the same: seed random numbers, sort what "
+            "comes from a set"
+        )
+    return fingerprint
+
+
+def _drawn_by(config: RLConfig) -> dict[str, Any]:
+    """The settings that rollouts drawn ahead were drawn and scored by."""
+    every = dataclasses.asdict(config)
+    kept = {name: every[name] for name in ("rollout", "reward", "data")} | {"seed": config.train.seed}
+    for name in ("urls", "probe_every", "probe_tolerance", "timeout_seconds", "samples"):
+        del kept["rollout"][name]
+    return json.loads(json.dumps(kept))  # as a checkpoint has it
 
 
 def _warm_up(config: RLConfig, engine: Engine, prompts: Sequence[Prompt], tokenizer: Any, *, shown: bool) -> None:
@@ -359,6 +424,8 @@ def _warm_up(config: RLConfig, engine: Engine, prompts: Sequence[Prompt], tokeni
         rows = step_rows(step * warmup.rows, warmup.rows, rows=len(prompts), seed=data.seed, shuffle=data.shuffle)
         batch = []
         for row in rows:
+            if not prompts[row].ids:
+                raise ConfigError("warmup.steps needs rows with a prompt; these leave it to the environment")
             answer = answer_tokens(prompts[row], warmup.answer, tokenizer)
             mask = [False] * len(prompts[row].ids) + [True] * len(answer)
             batch.append(Datum.from_tokens([*prompts[row].ids, *answer], mask))
@@ -372,7 +439,7 @@ def _warm_up(config: RLConfig, engine: Engine, prompts: Sequence[Prompt], tokeni
 # -- rollouts ------------------------------------------------------------------------------------------------------
 
 
-def _collect(run: _Run, consumed: int, ahead: Rollouts | None) -> tuple[Rollouts, int, int]:
+def _collect(run: _Run, step: int, consumed: int, ahead: Rollouts | None) -> tuple[Rollouts, int, int]:
     """(the step's rollouts, prompts consumed, draws). With dynamic sampling, groups whose rewards are all equal are
     dropped, and others drawn in their place."""
     config, loss = run.config, run.config.loss
@@ -387,6 +454,7 @@ def _collect(run: _Run, consumed: int, ahead: Rollouts | None) -> tuple[Rollouts
             drawn = run.collector.gather(requests, mine, time.perf_counter() - started)
         else:
             drawn, ahead = ahead, None
+        check_any_reward(drawn.rewards, step)
         if not loss.dynamic_sampling:
             return drawn, consumed, draws
         rewards, groups = _rewards(drawn)
@@ -441,16 +509,17 @@ def _rewards(rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
 def _step(run: _Run, step: int, rollouts: Rollouts) -> tuple[dict[str, Any], list[float]]:
     """(the step's record, advantages): rewards to advantages, and the optimizer steps."""
     config, engine, recipe = run.config, run.engine, run.recipe
-    check_any_reward(rollouts.rewards, step)
     staleness = _staleness(config, step, rollouts.episodes)
     rewards, groups = _rewards(rollouts)
     advantages, scored = recipe.advantages(rewards, groups)
-    engine.work[:] = 0
+    for each in (engine, run.reference):
+        if each is not None:
+            each.work[:] = 0
     started = time.perf_counter()
     data = [
         _datum(episode, float(advantage), bool(ok), request.group)
         for episode, advantage, ok, request in zip(rollouts.episodes, advantages, scored, rollouts.requests)
-        if episode.tokens
+        if any(episode.chosen)
     ]
     temperature = config.rollout.temperature
     entropies: list[Output] = []
@@ -472,7 +541,8 @@ def _step(run: _Run, step: int, rollouts: Rollouts) -> tuple[dict[str, Any], lis
     elif not done.count:
         log.warning("step %d: every advantage is 0 (all rewards of each group are equal); nothing was updated", step)
     training = time.perf_counter() - started
-    everyone = gather_vector([*engine.work, metrics.peak_memory_bytes(local_device())])
+    work = engine.work if run.reference is None else engine.work + run.reference.work
+    everyone = gather_vector([*work, metrics.peak_memory_bytes(local_device())])
     tokens, pairs, sent, memory = (everyone[:, column].tolist() for column in range(4))
     record = {
         "step": step,

@@ -88,6 +88,15 @@ class Rewards:
         totals = [sum(w * r for w, r in zip(self.weights, row)) for row in zip(*each.values())]
         return totals, each
 
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raises ConfigError for a function that needs an argument which is no column."""
+        known = [*GIVEN, *columns]
+        for name, function in self.functions.items():
+            for p in inspect.signature(function).parameters.values():
+                named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+                if named and p.default is p.empty and p.name not in known:
+                    raise ConfigError(f"the reward {name} needs {p.name!r}; there are {', '.join(known)}")
+
     def _call(self, name: str, function: Function, given: Mapping[str, Sequence[Any]]) -> list[float]:
         count = len(given["completions"])
         if not count:
