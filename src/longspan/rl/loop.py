@@ -95,8 +95,18 @@ class _Run:
     generator: Generator
     collector: Collector
     prompts: list[Prompt]
-    training: int
+    fingerprint: str  # of the prompts
     tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass(kw_only=True)
+class _At:
+    """Where a run stands: all that a checkpoint keeps beside the engine's state."""
+
+    step: int = 0
+    consumed: int = 0  # prompts
+    idle: int = 0  # steps in a row with nothing to learn from
+    ahead: Rollouts | None = None  # of the next step
 
 
 def train(
@@ -115,10 +125,85 @@ def train(
 def _train(
     config: RLConfig, progress: bool, on_step: Callable[[dict[str, Any]], None] | None, stop: threading.Event
 ) -> Summary:
-    # All that can be wrong with the configuration shows before the run folder is touched.
+    shown = progress and config.log.progress
+    run, at, saved = _start(config, shown=shown)
+    steps = config.train.steps
+    book = _Book(run, at.step, shown=shown) if dist.get_rank() == 0 else None
+    begun = time.perf_counter()
+    record: dict[str, Any] | None = None
+    stopped = False
+    pool = ThreadPoolExecutor(1, "rollouts")
+    try:
+        while at.step < steps:
+            record, rollouts, advantages = _whole_step(run, at, pool)
+            if book is not None:
+                book.write(record, rollouts, advantages)
+            if on_step is not None:
+                on_step(record)
+            stopped = bool(gather_vector([stop.is_set()]).any()) and at.step < steps
+            due = config.checkpoint.every and at.step % config.checkpoint.every == 0
+            if due or stopped or (at.step == steps and config.checkpoint.at_end):
+                saved = _save(run, at)
+            if stopped:
+                log.info("a signal asked to stop: saved %s", saved)
+                break
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        if book is not None:
+            book.close()
+    exported = None
+    if config.checkpoint.export and at.step == steps:
+        exported = run.engine.export_hf(Path(config.folder) / "export", run.tokenizer)
+    return Summary(
+        folder=config.folder,
+        step=at.step,
+        steps=steps,
+        stopped=stopped,
+        reward=record["reward"] if record else None,
+        seconds=time.perf_counter() - begun,
+        checkpoint=str(saved) if saved else None,
+        export=str(exported) if exported else None,
+    )
+
+
+def _whole_step(run: _Run, at: _At, pool: ThreadPoolExecutor) -> tuple[dict[str, Any], Rollouts, list[float]]:
+    """(the step's record, its rollouts, their advantages): draws, learns, and gives the generator the weights."""
+    config = run.config
+    started = time.perf_counter()
+    rollouts, draws = _collect(run, at)
+    pending = None
+    if config.rollout.off_policy_steps and at.step + 1 < config.train.steps:
+        pending = _ask_ahead(run, pool, at)
+    seed_step(config.train.seed, at.step + 1, run.engine.dp_rank)
+    record, advantages = _step(run, at.step + 1, rollouts)
+    at.step += 1
+    at.idle = at.idle + 1 if record["learned_tokens"] == 0 else 0
+    if at.idle >= IDLE_STEPS:
+        raise RuntimeError(
+            f"step {at.step}: {at.idle} steps in a row left no token to learn from (unscored, truncated, filtered); "
+            "the run would go on without learning"
+        )
+    waited = time.perf_counter()
+    if pending is not None:
+        at.ahead = _await(run, pending)
+    synced = time.perf_counter()
+    record |= {"draws": draws, "probe_difference": _sync(run, at.step), "seconds_wait": synced - waited}
+    record["seconds_sync"] = time.perf_counter() - synced
+    if config.train.evaluate_every and at.step % config.train.evaluate_every == 0:
+        record |= _evaluate(run)
+    record["seconds"] = time.perf_counter() - started
+    record["tokens_per_second"] = record["tokens"] / record["seconds"]
+    return record, rollouts, advantages
+
+
+# -- beginning and saving ------------------------------------------------------------------------------------------
+
+
+def _start(config: RLConfig, *, shown: bool) -> tuple[_Run, _At, Path | None]:
+    """(what stays, where the run stands, the checkpoint it starts from): all that can be wrong with the configuration
+    shows before the run folder is touched."""
     mesh = init_mesh(config.mesh.dp, config.mesh.cp)
-    rank = dist.get_rank()
-    if rank > 0:
+    if dist.get_rank() > 0:
         logging.getLogger("longspan").setLevel(logging.ERROR)  # notes and warnings are the same everywhere
     torch.set_num_threads(cpu_threads(config.train.threads, local_world_size()))
     recipe = make_recipe(config)
@@ -126,141 +211,67 @@ def _train(
         raise ConfigError("log.tensorboard needs the `tensorboard` package: pip install 'longspan[tensorboard]'")
     tokenizer = load_tokenizer(config.data, trust_remote_code=config.model.trust_remote_code)
     prompts, training = load_prompts(config.data, tokenizer, environment=bool(config.rollout.environment))
-    longest = _check_lengths(config, prompts)
-    plain = build_model(config.model, tokenizer, sequence_length=longest)
+    fingerprint = _same_rows(config, _fingerprint(prompts, training))
+    plain = build_model(config.model, tokenizer, sequence_length=_check_lengths(config, prompts))
     _check_vocabulary(plain, prompts)
     folder = Path(config.folder)
-    fingerprint = _same_rows(config, _fingerprint(prompts, training))
     generator = _generator(config, plain, folder)
     frozen = copy.deepcopy(plain) if recipe.kl_coefficient else None
     engine = _engine(config, plain, mesh)
     collector = Collector(config, prompts, training, tokenizer, generator, plain.dtype)
+
     newest = find_checkpoint(folder, config.checkpoint.resume)
-    step, consumed, idle = 0, 0, 0
-    ahead: Rollouts | None = None
-    if newest is not None:
-        state = engine.load_state(newest)
-        if state["data"] != fingerprint:
-            raise ConfigError(
-                f"{newest} was trained on other prompts ({state['data']}; now {fingerprint}); restore the data "
-                "settings, take another folder, or set checkpoint.resume = 'never'"
-            )
-        step, consumed, idle = state["step"], state["consumed"], state["idle"]
-        if state["ahead"] and state["drawn_by"] == _drawn_by(config):
-            ahead = Rollouts.from_json(state["ahead"])
-        elif state["ahead"]:
-            log.warning("settings of rollouts or rewards changed: those drawn ahead are drawn anew")
-            consumed = state["consumed_before"]
-        log.info("resuming from %s: step %d, %d prompts", newest, step, consumed)
-    if rank == 0:
+    at = _At() if newest is None else _resume(config, engine, newest, fingerprint)
+    if dist.get_rank() == 0:
         write_run_files(folder, config, engine, training_rows=training, validation_rows=len(prompts) - training)
     if newest is None and config.warmup.steps:
-        _warm_up(config, engine, prompts[:training], tokenizer, shown=rank == 0 and progress and config.log.progress)
-    reference = _reference(folder, frozen, config, engine, mesh, fresh=newest is None)
+        _warm_up(config, engine, prompts[:training], tokenizer, shown=shown and dist.get_rank() == 0)
     run = _Run(
         config=config,
         recipe=recipe,
         engine=engine,
-        reference=reference,
+        reference=_reference(folder, frozen, config, engine, mesh, fresh=newest is None),
         generator=generator,
         collector=collector,
         prompts=prompts,
-        training=training,
+        fingerprint=fingerprint,
         tokenizer=tokenizer,
     )
-    _sync(run, step)
+    _sync(run, at.step)
+    return run, at, newest
 
-    def save() -> Path:
-        return engine.save_state(
-            folder,
-            keep=config.checkpoint.keep,
-            step=step,
-            consumed=consumed,
-            idle=idle,
-            consumed_before=consumed - (config.rollout.prompts if ahead is not None else 0),
-            ahead=ahead.to_json() if ahead is not None else None,
-            drawn_by=_drawn_by(config),
-            data=fingerprint,
-            mesh={"dp": engine.dp, "cp": engine.cp},
-            config=dataclasses.asdict(config),
+
+def _resume(config: RLConfig, engine: Engine, newest: Path, fingerprint: str) -> _At:
+    state = engine.load_state(newest)
+    if state["data"] != fingerprint:
+        raise ConfigError(
+            f"{newest} was trained on other prompts ({state['data']}; now {fingerprint}); restore the data settings, "
+            "take another folder, or set checkpoint.resume = 'never'"
         )
+    at = _At(step=state["step"], consumed=state["consumed"], idle=state["idle"])
+    if state["ahead"] and state["drawn_by"] == _drawn_by(config):
+        at.ahead = Rollouts.from_json(state["ahead"])
+    elif state["ahead"]:
+        log.warning("settings of rollouts or rewards changed: those drawn ahead are drawn anew")
+        at.consumed = state["consumed_before"]
+    log.info("resuming from %s: step %d, %d prompts", newest, at.step, at.consumed)
+    return at
 
-    book = bar = samples = None
-    if rank == 0:
-        book = metrics.MetricsLog(folder, after_step=step, tensorboard=config.log.tensorboard)
-        metrics.truncate(folder / "samples.jsonl", step)
-        samples = (folder / "samples.jsonl").open("a")
-        bar = Progress(step, config.train.steps, shown=progress and config.log.progress, note=_note)
-    begun = time.perf_counter()
-    record: dict[str, Any] | None = None
-    saved = newest
-    stopped = False
-    pool = ThreadPoolExecutor(1, "rollouts")
-    try:
-        while step < config.train.steps:
-            started = time.perf_counter()
-            rollouts, consumed, draws = _collect(run, step + 1, consumed, ahead)
-            ahead, pending = None, None
-            if config.rollout.off_policy_steps and step + 1 < config.train.steps:
-                pending = _ask_ahead(run, pool, consumed)
-                consumed += config.rollout.prompts
-            seed_step(config.train.seed, step + 1, engine.dp_rank)
-            record, advantages = _step(run, step + 1, rollouts)
-            step += 1
-            idle = idle + 1 if record["learned_tokens"] == 0 else 0
-            if idle >= IDLE_STEPS:
-                raise RuntimeError(
-                    f"step {step}: {idle} steps in a row left no token to learn from (unscored, truncated, filtered); "
-                    "the run would go on without learning"
-                )
-            waited = time.perf_counter()
-            if pending is not None:
-                ahead = _await(run, pending)
-            waited = time.perf_counter() - waited
-            synced = time.perf_counter()
-            difference = _sync(run, step)
-            record |= {
-                "draws": draws,
-                "probe_difference": difference,
-                "seconds_wait": waited,
-                "seconds_sync": time.perf_counter() - synced,
-            }
-            if config.train.evaluate_every and step % config.train.evaluate_every == 0:
-                record |= _evaluate(run)
-            record["seconds"] = time.perf_counter() - started
-            record["tokens_per_second"] = record["tokens"] / record["seconds"]
-            if book is not None and bar is not None and samples is not None:
-                book.write(_without_nan(record))
-                _write_samples(samples, run, step, rollouts, advantages)
-                bar.update(record)
-            if on_step is not None:
-                on_step(record)
-            stopped = bool(gather_vector([stop.is_set()]).any()) and step < config.train.steps
-            last = step == config.train.steps
-            due = config.checkpoint.every and step % config.checkpoint.every == 0
-            if due or stopped or (last and config.checkpoint.at_end):
-                saved = save()
-            if stopped:
-                log.info("a signal asked to stop: saved %s", saved)
-                break
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        if book is not None and bar is not None and samples is not None:
-            bar.close()
-            book.close()
-            samples.close()
-    exported = None
-    if config.checkpoint.export and step == config.train.steps:
-        exported = engine.export_hf(folder / "export", tokenizer)
-    return Summary(
-        folder=str(folder),
-        step=step,
-        steps=config.train.steps,
-        stopped=stopped,
-        reward=record["reward"] if record else None,
-        seconds=time.perf_counter() - begun,
-        checkpoint=str(saved) if saved else None,
-        export=str(exported) if exported else None,
+
+def _save(run: _Run, at: _At) -> Path:
+    config, engine = run.config, run.engine
+    return engine.save_state(
+        config.folder,
+        keep=config.checkpoint.keep,
+        step=at.step,
+        consumed=at.consumed,
+        consumed_before=at.consumed - (config.rollout.prompts if at.ahead is not None else 0),
+        idle=at.idle,
+        ahead=at.ahead.to_json() if at.ahead is not None else None,
+        drawn_by=_drawn_by(config),
+        data=run.fingerprint,
+        mesh={"dp": engine.dp, "cp": engine.cp},
+        config=dataclasses.asdict(config),
     )
 
 
@@ -439,30 +450,30 @@ def _warm_up(config: RLConfig, engine: Engine, prompts: Sequence[Prompt], tokeni
 # -- rollouts ------------------------------------------------------------------------------------------------------
 
 
-def _collect(run: _Run, step: int, consumed: int, ahead: Rollouts | None) -> tuple[Rollouts, int, int]:
-    """(the step's rollouts, prompts consumed, draws). With dynamic sampling, groups whose rewards are all equal are
+def _collect(run: _Run, at: _At) -> tuple[Rollouts, int]:
+    """(the step's rollouts, draws). With dynamic sampling, groups whose rewards are all equal are
     dropped, and others drawn in their place."""
     config, loss = run.config, run.config.loss
     kept: Rollouts | None = None
     wanted = config.rollout.prompts
     for draws in range(1, loss.max_draws + 1):
-        if ahead is None:
-            requests = run.collector.ask(consumed)
-            consumed += config.rollout.prompts
+        if at.ahead is None:
+            requests = run.collector.ask(at.consumed)
+            at.consumed += config.rollout.prompts
             started = time.perf_counter()
             mine = run.collector.draw(requests, run.collector.sampling)
             drawn = run.collector.gather(requests, mine, time.perf_counter() - started)
         else:
-            drawn, ahead = ahead, None
-        check_any_reward(drawn.rewards, step)
+            drawn, at.ahead = at.ahead, None
+        check_any_reward(drawn.rewards, at.step + 1)
         if not loss.dynamic_sampling:
-            return drawn, consumed, draws
+            return drawn, draws
         rewards, groups = _rewards(drawn)
         some = drawn.take(losses.informative(rewards, groups).nonzero().flatten().tolist())
         kept = some if kept is None else kept + some
         order = list(dict.fromkeys(request.group for request in kept.requests))[:wanted]
         if len(order) == wanted:
-            return kept.take([i for i, r in enumerate(kept.requests) if r.group in order]), consumed, draws
+            return kept.take([i for i, r in enumerate(kept.requests) if r.group in order]), draws
     if kept is None or not len(kept):
         raise RuntimeError(
             f"dynamic sampling dropped every one of {loss.max_draws * wanted} groups in {loss.max_draws} draws: all "
@@ -470,7 +481,7 @@ def _collect(run: _Run, step: int, consumed: int, ahead: Rollouts | None) -> tup
             "it harder or easier, or raise rollout.group_size or loss.max_draws"
         )
     log.warning("dynamic sampling found %d of %d groups in %d draws", len(order), wanted, loss.max_draws)
-    return kept, consumed, loss.max_draws
+    return kept, loss.max_draws
 
 
 @dataclass(frozen=True)
@@ -481,8 +492,9 @@ class _Pending:
     mine: Future[tuple[Any, float]]
 
 
-def _ask_ahead(run: _Run, pool: ThreadPoolExecutor, consumed: int) -> _Pending:
-    requests = run.collector.ask(consumed)
+def _ask_ahead(run: _Run, pool: ThreadPoolExecutor, at: _At) -> _Pending:
+    requests = run.collector.ask(at.consumed)
+    at.consumed += run.config.rollout.prompts
 
     def drawn() -> tuple[Any, float]:
         started = time.perf_counter()
@@ -719,21 +731,40 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
-def _write_samples(file: Any, run: _Run, step: int, rollouts: Rollouts, advantages: Sequence[float]) -> None:
-    for i in range(min(run.config.rollout.samples, len(rollouts))):
-        episode = rollouts.episodes[i]
-        line = {
-            "step": step,
-            "prompt": run.tokenizer.decode(list(episode.tokens[: episode.prompt])),
-            "completion": run.tokenizer.decode(list(episode.tokens[episode.prompt :])),
-            "reward": rollouts.rewards[i],
-            "advantage": advantages[i],
-            "truncated": episode.truncated,
-            "turns": episode.turns,
-            "version": episode.version,
-        }
-        file.write(json.dumps(_without_nan(line)) + "\n")
-    file.flush()
+class _Book:
+    """Rank 0's files and its bar."""
+
+    def __init__(self, run: _Run, step: int, *, shown: bool) -> None:
+        folder = Path(run.config.folder)
+        self.run = run
+        self.metrics = metrics.MetricsLog(folder, after_step=step, tensorboard=run.config.log.tensorboard)
+        metrics.truncate(folder / "samples.jsonl", step)
+        self.samples = (folder / "samples.jsonl").open("a")
+        self.bar = Progress(step, run.config.train.steps, shown=shown, note=_note)
+
+    def write(self, record: dict[str, Any], rollouts: Rollouts, advantages: Sequence[float]) -> None:
+        self.metrics.write(_without_nan(record))
+        decode = self.run.tokenizer.decode
+        for i in range(min(self.run.config.rollout.samples, len(rollouts))):
+            episode = rollouts.episodes[i]
+            line = {
+                "step": record["step"],
+                "prompt": decode(list(episode.tokens[: episode.prompt])),
+                "completion": decode(list(episode.tokens[episode.prompt :])),
+                "reward": rollouts.rewards[i],
+                "advantage": advantages[i],
+                "truncated": episode.truncated,
+                "turns": episode.turns,
+                "version": episode.version,
+            }
+            self.samples.write(json.dumps(_without_nan(line)) + "\n")
+        self.samples.flush()
+        self.bar.update(record)
+
+    def close(self) -> None:
+        self.bar.close()
+        self.metrics.close()
+        self.samples.close()
 
 
 def _note(record: dict[str, Any]) -> str:
