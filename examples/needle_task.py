@@ -18,12 +18,3 @@ def rows(count=512, length=48, seed=0):
         noise[at : at + 4] = "#" + answer
         made.append({"prompt": "".join(noise) + "?", "answer": answer})
     return made
-
-
-def reward(completions, answer, **_):
-    """The fraction of digits at their places; what is too long or too short loses a place for each."""
-    scores = []
-    for completion, wanted in zip(completions, answer):
-        right = sum(a == b for a, b in zip(completion, wanted))
-        scores.append(right / max(len(wanted), len(completion)))
-    return scores

@@ -24,7 +24,7 @@ The vocabulary (Datum, forward_backward, optim_step, save_state) is that of tink
 from __future__ import annotations
 
 import copy
-import logging
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -52,8 +52,6 @@ from longspan.engine.process import precise
 from longspan.engine.wrap import compute, forget_unreduced, synchronise, wrap_model
 from longspan.models import parallelize, report
 from longspan.models.score import Scores, packs, score, shared_tree
-
-log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
@@ -368,7 +366,7 @@ class Engine:
     def _everywhere(self, data: Sequence[Datum], found: list[tuple[int, Output]]) -> list[Output]:
         """Every rank's outputs, from those of each: every Datum's are zero but on the ranks that ran it."""
         lengths = [len(datum.tokens) for datum in data]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        starts = [0, *itertools.accumulate(lengths)]
         with_entropy = any(output.entropy is not None for _, output in found)
         some = found[0][1].logprobs
         flat = torch.zeros(1 + with_entropy, sum(lengths), dtype=some.dtype, device=some.device)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +25,7 @@ from longspan.engine.process import precise
 from longspan.rl.data import Prompt
 from longspan.rl.environments import Codec, Episode, rollout
 from longspan.rl.rewards import Rewards, load_function, load_rewards
-from longspan.rl.rollout import Completion, Generator, Sampling
+from longspan.rl.rollout import Completion, Generator, Sampling, seed_of
 
 T = TypeVar("T")
 
@@ -123,7 +122,7 @@ class Collector:
         rows = step_rows(consumed, rollouts.prompts, rows=self.training, seed=data.seed, shuffle=data.shuffle)
         seed = self.config.train.seed
         return tuple(
-            Request(int(row), consumed + number, _seed(seed, consumed + number, member))
+            Request(int(row), consumed + number, seed_of(seed, consumed + number, member))
             for number, row in enumerate(rows)
             for member in range(rollouts.group_size)
         )
@@ -243,10 +242,6 @@ def _share(requests: Sequence[Request]) -> Sequence[Request]:
     """This rank's part."""
     size, rank = dist.get_world_size(), dist.get_rank()
     return requests[len(requests) * rank // size : len(requests) * (rank + 1) // size]
-
-
-def _seed(*words: int) -> int:
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _episode(prompt: Sequence[int], completion: Completion) -> Episode:

@@ -22,9 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Protocol
 
-import numpy as np
-
-from longspan.rl.rollout import Completion, Generator, Sampling
+from longspan.rl.rollout import Completion, Generator, Sampling, seed_of
 
 LOGGER = logging.getLogger(__name__)
 SENTINEL = "longspan-7f3a-turn"  # stands for an assistant's words in a template
@@ -170,9 +168,7 @@ def _complete(
     seeds: list[int],
     turn: int,
 ) -> list[Completion]:
-    drawn = [
-        int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> np.uint64(1)) for seed in seeds
-    ]
+    drawn = [seed_of(seed, turn) for seed in seeds]
     room = [min(sampling.max_new_tokens, max_tokens - len(prompt)) for prompt in prompts]
     found: dict[int, Completion] = {}
     for size in sorted(set(room)):

@@ -41,11 +41,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from longspan import losses
-from longspan.config import ConfigError, OptimizerConfig, RLConfig
+from longspan.config import ConfigError, RLConfig
 from longspan.engine import metrics
 from longspan.engine.build import build_model
 from longspan.engine.checkpoint import no_progress_bar
-from longspan.engine.core import Engine, Output
+from longspan.engine.core import Engine
 from longspan.engine.data import load_tokenizer
 from longspan.engine.datum import Datum, loss_tokens
 from longspan.engine.mesh import gather_vector, init_mesh, local_device, local_world_size
@@ -216,7 +216,6 @@ def _start(config: RLConfig, *, shown: bool) -> tuple[_Run, _At, Path | None]:
     _check_vocabulary(plain, prompts)
     folder = Path(config.folder)
     generator = _generator(config, plain, folder)
-    frozen = copy.deepcopy(plain) if recipe.kl_coefficient else None
     engine = _engine(config, plain, mesh)
     collector = Collector(config, prompts, training, tokenizer, generator, plain.dtype)
 
@@ -230,7 +229,7 @@ def _start(config: RLConfig, *, shown: bool) -> tuple[_Run, _At, Path | None]:
         config=config,
         recipe=recipe,
         engine=engine,
-        reference=_reference(folder, frozen, config, engine, mesh, fresh=newest is None),
+        reference=_reference(config, engine, fresh=newest is None) if recipe.kl_coefficient else None,
         generator=generator,
         collector=collector,
         prompts=prompts,
@@ -318,11 +317,11 @@ def _check_fields(kind: type[Any], given: Any, name: str) -> None:
             raise ConfigError(f"{name}.{key} = {value!r} is no {wanted.__name__}")
 
 
-def _engine(config: RLConfig, model: PreTrainedModel, mesh: Any, optimizer: OptimizerConfig | None = None) -> Engine:
+def _engine(config: RLConfig, model: PreTrainedModel, mesh: Any) -> Engine:
     return Engine(
         model,
         mesh,
-        optimizer=config.optimizer if optimizer is None else optimizer,
+        optimizer=config.optimizer,
         parallel=config.parallel,
         precision=config.train.precision,
         activation_checkpointing=config.train.activation_checkpointing,
@@ -347,13 +346,9 @@ def _generator(config: RLConfig, plain: PreTrainedModel, folder: Path) -> Genera
         raise ConfigError(f"rollout.urls: {error}") from error
 
 
-def _reference(
-    folder: Path, plain: PreTrainedModel | None, config: RLConfig, engine: Engine, mesh: Any, *, fresh: bool
-) -> Engine | None:
+def _reference(config: RLConfig, engine: Engine, *, fresh: bool) -> Engine:
     """The model as it was before the first rollout, which KL is measured against; kept in the run folder."""
-    if plain is None:
-        return None
-    place = folder / "reference"
+    place = Path(config.folder) / "reference"
     if fresh:
         engine.export_hf(place)
     elif not place.is_dir():
@@ -361,10 +356,8 @@ def _reference(
             f"loss.changes.kl_coefficient was set after the run began, and {place} was not kept; take another folder"
         )
     with no_progress_bar():
-        plain.load_state_dict(
-            AutoModelForCausalLM.from_pretrained(place, dtype=plain.dtype, local_files_only=True).state_dict()
-        )
-    return _engine(config, plain.requires_grad_(False), mesh)
+        kept = AutoModelForCausalLM.from_pretrained(place, dtype=engine.model.dtype, local_files_only=True)
+    return _engine(config, kept.requires_grad_(False), engine.mesh)
 
 
 def _check_lengths(config: RLConfig, prompts: Sequence[Prompt]) -> int:
@@ -534,10 +527,9 @@ def _step(run: _Run, step: int, rollouts: Rollouts) -> tuple[dict[str, Any], lis
         if any(episode.chosen)
     ]
     temperature = config.rollout.temperature
-    entropies: list[Output] = []
     if data and (recipe.anchor == "old" or recipe.correction.drops):
-        entropies = engine.forward(data, temperature=temperature, entropy=True)
-        data = [replace(datum, old=output.logprobs) for datum, output in zip(data, entropies)]
+        before = engine.forward(data, temperature=temperature)
+        data = [replace(datum, old=output.logprobs) for datum, output in zip(data, before)]
     if data and run.reference is not None:
         known = run.reference.forward(data, temperature=temperature)
         data = [replace(datum, reference=output.logprobs) for datum, output in zip(data, known)]

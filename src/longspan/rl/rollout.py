@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -64,6 +65,11 @@ class Generator(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def seed_of(*words: int) -> int:
+    """A seed from several numbers."""
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def check_request(
