@@ -1,4 +1,4 @@
-"""A run's folder: where it starts from, and what it says of itself beside its metrics."""
+"""What every program's run has in common: how it begins and ends, where it starts from, what it says of itself."""
 
 from __future__ import annotations
 
@@ -7,20 +7,49 @@ import json
 import logging
 import platform
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.config import AnyConfig, ConfigError
 from longspan.engine import checkpoint, metrics
 from longspan.engine.core import Engine
-from longspan.engine.mesh import gather_vector, local_device
+from longspan.engine.mesh import gather_vector, init_mesh, local_device, local_world_size
+from longspan.engine.process import cpu_threads, numerics, stop_signals
 from longspan.engine.wrap import resolve_wrap
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def session(*, deterministic: bool) -> Iterator[threading.Event]:
+    """Around a run: the event that signals set, numerics, and the end of a process group that began in it."""
+    started_here = not dist.is_initialized()
+    with stop_signals() as stop, numerics(deterministic=deterministic):
+        try:
+            yield stop
+        finally:
+            if started_here and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def begin(config: AnyConfig) -> DeviceMesh:
+    """The mesh; one rank that speaks, and threads."""
+    mesh = init_mesh(config.mesh.dp, config.mesh.cp)
+    if dist.get_rank() > 0:
+        logging.getLogger("longspan").setLevel(logging.ERROR)  # notes and warnings are the same everywhere
+    torch.set_num_threads(cpu_threads(config.train.threads, local_world_size()))
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError("log.tensorboard needs the `tensorboard` package: pip install 'longspan[tensorboard]'")
+    return mesh
 
 
 def find_checkpoint(folder: Path, resume: str) -> Path | None:

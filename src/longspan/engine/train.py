@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,11 @@ from longspan.engine import checkpoint, metrics
 from longspan.engine.build import build_model
 from longspan.engine.core import Engine
 from longspan.engine.data import load_rows, load_tokenizer
-from longspan.engine.mesh import gather_vector, init_mesh, local_device, local_world_size
+from longspan.engine.mesh import gather_vector, local_device
 from longspan.engine.packing import Rows, collate, document_lengths, step_rows
-from longspan.engine.process import cpu_threads, numerics, seed_step, stop_signals
+from longspan.engine.process import seed_step
 from longspan.engine.progress import Progress
-from longspan.engine.runs import find_checkpoint, write_run_files
+from longspan.engine.runs import begin, find_checkpoint, session, write_run_files
 from longspan.models import report, separates_documents
 
 log = logging.getLogger(__name__)
@@ -77,24 +76,16 @@ class _Run:
 
 def train(config: Config, *, progress: bool = True, on_step: Callable[[dict[str, Any]], None] | None = None) -> Summary:
     """Trains as `config` says; every rank calls it. `on_step` gets each step's record, on every rank."""
-    started_here = not dist.is_initialized()
-    with stop_signals() as stop, numerics(deterministic=config.train.deterministic):
-        try:
-            return _train(config, progress, on_step, stop)
-        finally:
-            if started_here and dist.is_initialized():
-                dist.destroy_process_group()
+    with session(deterministic=config.train.deterministic) as stop:
+        return _train(config, progress, on_step, stop)
 
 
 def _train(
     config: Config, progress: bool, on_step: Callable[[dict[str, Any]], None] | None, stop: threading.Event
 ) -> Summary:
     # All that can be wrong with the configuration shows before the run folder is touched.
-    mesh = init_mesh(config.mesh.dp, config.mesh.cp)
+    mesh = begin(config)
     rank = dist.get_rank()
-    if rank > 0:
-        logging.getLogger("longspan").setLevel(logging.ERROR)  # notes and warnings are the same everywhere
-    torch.set_num_threads(cpu_threads(config.train.threads, local_world_size()))
     _check(config, mesh["dp"].size())
     tokenizer = load_tokenizer(config.data, trust_remote_code=config.model.trust_remote_code)
     rows, training_rows = load_rows(config.data, tokenizer)
@@ -226,8 +217,6 @@ def _check(config: Config, dp: int) -> None:
         )
     if train.validate_every and not config.data.validation_rows:
         raise ConfigError("train.validate_every is set, but data.validation_rows = 0 holds no rows out")
-    if config.log.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError("log.tensorboard needs the `tensorboard` package: pip install 'longspan[tensorboard]'")
 
 
 def _check_model(config: Config, model: PreTrainedModel, rows: Rows, *, separates: bool) -> None:

@@ -25,23 +25,22 @@ batches do not depend on timing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, TemperatureLogitsWarper
 
-from longspan.rl.own import copy_weights, plain_copy, true_vocabulary
+from longspan.rl.own import CopyHolder, true_vocabulary
 from longspan.rl.rollout import Completion, Sampling, check_request
 from longspan.scoring import row_fields
 
 NO_TOKEN = -1  # where transformers wants a token that ends a completion, and there is none
 
 
-class ContinuousGenerator:
+class ContinuousGenerator(CopyHolder):
     """Completions by a copy of `model`.
 
     Args:
@@ -73,7 +72,7 @@ class ContinuousGenerator:
     ) -> None:
         if min(batch_tokens, step_tokens) < 1 or page_tokens < 4 or not seconds > 0:
             raise ValueError("batch_tokens and step_tokens must be positive, page_tokens at least 4, seconds above 0")
-        self.model = plain_copy(model, dtype, device)
+        super().__init__(model, dtype, device, version)
         rows, vocabulary = self.model.get_output_embeddings().weight.shape[0], true_vocabulary(self.model)
         if rows > vocabulary:
             raise ValueError(
@@ -84,7 +83,6 @@ class ContinuousGenerator:
             self.model.set_attn_implementation(attention)
         self.batch_tokens, self.step_tokens, self.page_tokens = batch_tokens, step_tokens, page_tokens
         self.seconds = seconds
-        self.version = version
         self._checked = False
 
     @torch.no_grad()
@@ -103,16 +101,6 @@ class ContinuousGenerator:
             longest = max(range(len(asked)), key=lambda i: len(completions[i].tokens))
             self._check(asked[longest], completions[longest], sampling.temperature)
         return completions
-
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copies the weights in. Raises ValueError, and changes nothing, unless they are the model's to the name and
-        the shape. No cache outlives a call of `generate`."""
-        copy_weights(self.model, weights)
-        self.version = version
-
-    def close(self) -> None:
-        """Lets go of the model."""
-        del self.model
 
     @contextmanager
     def _manager(self, prompts: list[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int]) -> Iterator[Any]:

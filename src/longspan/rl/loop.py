@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,12 @@ from longspan.engine.checkpoint import no_progress_bar
 from longspan.engine.core import Engine
 from longspan.engine.data import load_tokenizer
 from longspan.engine.datum import Datum, loss_tokens
-from longspan.engine.mesh import gather_vector, init_mesh, local_device, local_world_size
+from longspan.engine.mesh import gather_vector, local_device
 from longspan.engine.optim import learning_rate
 from longspan.engine.packing import step_rows
-from longspan.engine.process import cpu_threads, numerics, precise, seed_step, stop_signals
+from longspan.engine.process import precise, seed_step
 from longspan.engine.progress import Progress
-from longspan.engine.runs import find_checkpoint, write_run_files
+from longspan.engine.runs import begin, find_checkpoint, session, write_run_files
 from longspan.rl.collect import Collector, Rollouts, on_rank_zero
 from longspan.rl.continuous import ContinuousGenerator
 from longspan.rl.data import Prompt, answer_tokens, load_prompts
@@ -113,13 +112,8 @@ def train(
     config: RLConfig, *, progress: bool = True, on_step: Callable[[dict[str, Any]], None] | None = None
 ) -> Summary:
     """Trains as `config` says; every rank calls it. `on_step` gets each step's record, on every rank."""
-    started_here = not dist.is_initialized()
-    with stop_signals() as stop, numerics(deterministic=config.train.deterministic):
-        try:
-            return _train(config, progress, on_step, stop)
-        finally:
-            if started_here and dist.is_initialized():
-                dist.destroy_process_group()
+    with session(deterministic=config.train.deterministic) as stop:
+        return _train(config, progress, on_step, stop)
 
 
 def _train(
@@ -202,13 +196,8 @@ def _whole_step(run: _Run, at: _At, pool: ThreadPoolExecutor) -> tuple[dict[str,
 def _start(config: RLConfig, *, shown: bool) -> tuple[_Run, _At, Path | None]:
     """(what stays, where the run stands, the checkpoint it starts from): all that can be wrong with the configuration
     shows before the run folder is touched."""
-    mesh = init_mesh(config.mesh.dp, config.mesh.cp)
-    if dist.get_rank() > 0:
-        logging.getLogger("longspan").setLevel(logging.ERROR)  # notes and warnings are the same everywhere
-    torch.set_num_threads(cpu_threads(config.train.threads, local_world_size()))
+    mesh = begin(config)
     recipe = make_recipe(config)
-    if config.log.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError("log.tensorboard needs the `tensorboard` package: pip install 'longspan[tensorboard]'")
     tokenizer = load_tokenizer(config.data, trust_remote_code=config.model.trust_remote_code)
     prompts, training = load_prompts(config.data, tokenizer, environment=bool(config.rollout.environment))
     fingerprint = _same_rows(config, _fingerprint(prompts, training))

@@ -42,7 +42,25 @@ DRAW_ELEMENTS = 2**24  # rows x vocabulary that are drawn from at once: 128 MiB 
 LOGGER = logging.getLogger(__name__)
 
 
-class OwnGenerator:
+class CopyHolder:
+    """What generators in this process have in common: a plain copy of the model, and whose version it is of."""
+
+    def __init__(self, model: Any, dtype: torch.dtype | None, device: torch.device | str | None, version: int) -> None:
+        self.model = plain_copy(model, dtype, device)
+        self.version = version
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copies the weights in. Raises ValueError, and changes nothing, unless they are the model's to the name and
+        the shape. No cache outlives a call of `generate`."""
+        copy_weights(self.model, weights)
+        self.version = version
+
+    def close(self) -> None:
+        """Lets go of the model."""
+        del self.model
+
+
+class OwnGenerator(CopyHolder):
     """Completions by a copy of `model`, in eval mode and without gradients.
 
     Args:
@@ -65,9 +83,8 @@ class OwnGenerator:
     ) -> None:
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be positive, got {batch_tokens}")
-        self.model = plain_copy(model, dtype, device)
+        super().__init__(model, dtype, device, version)
         self.batch_tokens = batch_tokens
-        self.version = version
         self.vocabulary = true_vocabulary(self.model)
         # Whether padded batches are exact, None: not known yet. RoPE of the longest position would take the batch's.
         self.pads: bool | None = False if rope.modules_of(self.model) else None
@@ -89,16 +106,6 @@ class OwnGenerator:
             parts = self._batch([asked[i] for i in rows], sampling, np.stack([streams[i] for i in rows]))
             found.update(zip(rows, parts))
         return [found[i] for i in range(len(asked))]
-
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copies the weights in. Raises ValueError, and changes nothing, unless they are the model's to the name and
-        the shape. No cache outlives a call of `generate`."""
-        copy_weights(self.model, weights)
-        self.version = version
-
-    def close(self) -> None:
-        """Lets go of the model."""
-        del self.model
 
     # -- batches -----------------------------------------------------------------------------------------------
 
